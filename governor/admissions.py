@@ -169,8 +169,12 @@ class Admissions:
         return self._grant(made)
 
     async def _wait_for_room(self, container: Container, member: Member) -> None:
-        """Wait until a container that is never parked has its memory; otherwise refuse a member."""
-        if container.parking is not None:
+        """Wait until a container that is never parked has its memory; otherwise refuse a member.
+
+        A container of which another member runs has it.
+        """
+        others = (one for one in container.members if one is not member)
+        if container.parking is not None or any(one.confirmed for one in others):
             return
         try:
             await self.make_room(container, 0)
@@ -215,6 +219,7 @@ class Admissions:
         except BaseException as e:
             if made is None:
                 self._allocations.leave(key)
+                self.bookings.leave([(claim.uid, share.name) for claim, share in wanted.claims])
             else:
                 self.end(made, "failed")
             if not isinstance(e, OSError):

@@ -8,7 +8,7 @@ chooses the GPUs of a container, and `shortage` explains a refusal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,6 +215,7 @@ class AllocationTable:
             self._config.memory.overbook > 1
             and all(share.parking == "allowed" for share in claim.shares)
             and len({share.device for share in claim.shares}) == 1
+            and self._claimed(claim, claim.shares[0].device).strategy == "timeslice"
             and sum(share.quota.memory for share in claim.shares) <= self._host_left()
         )
 
@@ -257,7 +258,8 @@ class AllocationTable:
         before = [gpu.quotas[share_key(claim, share)] for gpu, claim, share in own]
         why = self._why_not_parked(own, sorted(set(capabilities) - PARKABLE))
         self.set_parking(shares, parking=not why)
-        if not why or not any(claim.parkable for claim, _ in shares):
+        booked = [claim.parkable for claim, _ in shares]
+        if not why or not any([*booked, *(quota.parking for quota in before)]):
             return not why
         for gpu in {gpu.device.uuid: gpu for gpu, _, _ in own}.values():
             whole = gpu.device.memory - self._config.memory_reserve
@@ -294,16 +296,23 @@ class AllocationTable:
             return "no host memory is left for it"
         return ""
 
-    def release_shares(self, shares: Sequence[tuple[Claim, ClaimShare]]) -> None:
-        """Count shares that are no longer used as they were booked, if the host has room."""
-        for claim, share in shares:
-            gpu = next((one for one in self._gpus if one.device.uuid == share.device), None)
-            key = share_key(claim, share)
-            if gpu is None or key not in gpu.quotas or gpu.quotas[key].parking:
-                continue
-            quota = share_quota(claim, share, gpu)
-            if quota.parking and quota.memory <= self._host_left():
-                gpu.quotas[key] = quota
+    def release_claim(self, claim: Claim, names: Collection[str]) -> None:
+        """Count shares of a claim that no container uses as they were booked.
+
+        If the host has no room for all of them, they go on to count as memory that stays.
+        """
+        known = {gpu.device.uuid: gpu for gpu in self._gpus}
+        staying = [
+            (known[share.device], share_key(claim, share), share)
+            for share in claim.shares
+            if share.name in names
+            and share.device in known
+            and share_key(claim, share) in known[share.device].quotas
+            and not known[share.device].quotas[share_key(claim, share)].parking
+        ]
+        if sum(share.quota.memory for _, _, share in staying) <= self._host_left():
+            for gpu, key, share in staying:
+                gpu.quotas[key] = share_quota(claim, share, gpu)
 
     def set_parking(self, shares: Sequence[tuple[Claim, ClaimShare]], *, parking: bool) -> None:
         """Note whether the container that has these shares may be parked."""
@@ -330,15 +339,15 @@ class AllocationTable:
             raise
 
     def restore_claim(self, claim: Claim) -> tuple[str, ...]:
-        """Add a claim that was admitted before; return the UUIDs of its GPUs that are gone."""
+        """Add a claim that was admitted before; return the UUIDs of its GPUs that are gone.
+
+        Its memory counts as memory that stays, until it is known which containers run.
+        """
         known = {gpu.device.uuid: gpu for gpu in self._gpus}
         for share in claim.shares:
             if share.device in known:
                 gpu = known[share.device]
-                quota = share_quota(claim, share, gpu)
-                if quota.parking and quota.memory > self._host_left():
-                    quota = replace(quota, parking=False)
-                gpu.quotas[share_key(claim, share)] = quota
+                gpu.quotas[share_key(claim, share)] = share.quota
         return tuple(share.device for share in claim.shares if share.device not in known)
 
     def leave_claim(self, claim: Claim) -> None:

@@ -150,6 +150,7 @@ class Bookings:
             if known.leaving:
                 # The node driver took the claim back too early, or lost its own state, and
                 # announces the claim again.
+                claim = replace(claim, parkable=known.parkable)
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
             return
@@ -175,6 +176,7 @@ class Bookings:
             except StateError:
                 self._allocations.leave_claim(claim)
                 self._allocations.restore_claim(known)
+                self._allocations.release_claim(known, {share.name for share in known.shares})
                 raise
         self.claims[claim.uid] = claim
 
@@ -270,14 +272,20 @@ class Bookings:
 
     def leave(self, uses: Sequence[Use]) -> None:
         """Handle the end of the last container with these shares."""
-        known = [(self.claims[uid], name) for uid, name in uses if uid in self.claims]
-        self._allocations.release_shares(
-            [(claim, one) for claim, name in known for one in claim.shares if one.name == name]
-        )
         for uid in {uid for uid, _ in uses}:
             claim = self.claims.get(uid)
-            if claim is not None and claim.leaving:
+            if claim is None:
+                continue
+            self._allocations.release_claim(claim, {name for own, name in uses if own == uid})
+            if claim.leaving:
                 self.strike(claim)
+
+    def release_unused(self) -> None:
+        """Count the shares that no running container uses as they were booked, after a restart."""
+        used = {use for one in self._admissions.containers.values() for use in one.uses}
+        for claim in self.claims.values():
+            names = {share.name for share in claim.shares if (claim.uid, share.name) not in used}
+            self._allocations.release_claim(claim, names)
 
     def _describe_shares(self, claim: Claim) -> list[dict[str, Any]]:
         known = {device.uuid: device for device in self._allocations.devices}

@@ -205,7 +205,7 @@ class Parker:
         container.residency = spot.place.value
         held = min(spot.keeps, container.quota.memory)
         if spot.place is Whereabouts.PARKED and sampled_ns > spot.parked_ns:
-            held = seen + min(report.unattributed, max(container.quota.memory - seen, 0))
+            held = seen
         quota = container.quota.memory + self._more.get(container, 0)
         return Occupant(
             container.key,

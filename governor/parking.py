@@ -20,7 +20,7 @@ _WAKE = 1
 _ALL = 2**31 - 1
 
 _REPORT = pages.Reader("ledger_slot", "residency", "awaiting", "movable", "parked")
-_WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending", "unseen")
+_WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ParkingReport:
     """What the running processes of a container report, in bytes and counts.
 
     The container writes these numbers. They decide when its memory is moved, and not how much of
-    the GPU is free: that is known from NVML, but for `unattributed`, which counts within the quota.
+    the GPU is free: that is known from NVML.
     """
 
     n_processes: int = 0
@@ -45,9 +45,6 @@ class ParkingReport:
     """A number that changes when the container works."""
     is_busy: bool = False
     """Whether submitted work has not ended."""
-    unattributed: int = 0
-    """Memory that may be on the GPU although NVML attributes it to no process, such as memory of a
-    process that has ended, opened by CUDA IPC."""
 
 
 class Parking:
@@ -68,7 +65,7 @@ class Parking:
     def report(self) -> ParkingReport:
         """Return what the processes report, added up."""
         total = [0] * len(_REPORT.fields)
-        resident = parked = going = moving = work = busy = unseen = 0
+        resident = parked = going = moving = work = busy = 0
         for slot in self._processes:
             values = _REPORT(self._ledger, pages.slot_base(slot))
             resident += values[0] == RESIDENT
@@ -77,10 +74,9 @@ class Parking:
             moving += values[0] in (OUT, IN)
             values[2:] = [min(value, self._memory) for value in values[2:]]
             total = [one + value for one, value in zip(total, values, strict=True)]
-            *counts, pending, hidden = _WORK(self._ledger, layout.ledger_device(slot, 0))
+            *counts, pending = _WORK(self._ledger, layout.ledger_device(slot, 0))
             work += sum(counts)
             busy += pending > 0
-            unseen += min(hidden, self._memory)
         _, awaiting, movable, held = total
         return ParkingReport(
             len(self._processes),
@@ -93,7 +89,6 @@ class Parking:
             held,
             work,
             busy > 0,
-            max(unseen - held, 0),
         )
 
     @property

@@ -118,6 +118,7 @@ class Server:
             except Exception as e:  # one container must not keep the others from being adopted
                 # The container keeps to its quota by itself, as while the governor was away.
                 log.exception("container-not-adopted", key=found.recovered.key, error=repr(e))
+        self.bookings.release_unused()
         for claim in list(self.claims.values()):
             if claim.leaving:
                 self.bookings.strike(claim)  # if its last container has ended in the meantime

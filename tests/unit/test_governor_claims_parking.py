@@ -252,3 +252,48 @@ def test_a_gpu_offers_more_than_one_claim_can_have() -> None:
         assert (told_about["memory"], told_about["memory_offered"]) == (FREE, 2 * FREE)
 
     run(scene)
+
+
+def test_a_leaving_claim_that_is_announced_again_is_booked_as_before() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        for uid in "ab":
+            world.claim(part(uid, 10))
+        await world.admit("one", use("a"))
+        world.server.bookings.unclaim("a")
+        world.claim(part("a", 10))
+        assert world.claims()["a"]["parkable"]
+        await world.end("one")
+        await world.admit("two", use("a"))
+        assert parks(world, "two")
+
+    run(scene)
+
+
+def test_all_shares_of_a_claim_or_none_are_released() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        shares = [share(f"{name}/0", memory=5 * GIB, compute=10) for name in "ab"]
+        world.claim(told("a", *shares))
+        await world.admit("one", use("a", "a/0", "b/0"), **GRAPHICS)
+        world.claim(part("b", 5))
+        await world.end("one")
+        with pytest.raises(OccupiedError):
+            world.claim(part("c", 5, parking="never"))
+        await world.admit("two", use("a", "a/0", "b/0"))
+        assert not parks(world, "two")
+
+    run(scene, MemoryOptions(overbook=2.0, host=12 * GIB))
+
+
+def test_after_a_restart_the_running_containers_come_first() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        world.claim(part("a", 8))
+        await world.admit("one", use("a"), **GRAPHICS)
+        for uid in "bc":
+            world.claim(part(uid, 7))
+        gpu = world.server._allocations._gpus[0]
+        assert (gpu.memory_fixed, gpu.memory_parkable[1]) == (8 * GIB, 14 * GIB)
+        await world.restart()
+        gpu = world.server._allocations._gpus[0]
+        assert (gpu.memory_fixed, gpu.memory_parkable[1]) == (8 * GIB, 14 * GIB)
+
+    run(scene, MemoryOptions(overbook=2.0, host=14 * GIB))

@@ -30,7 +30,7 @@ from governor.container import container_key
 from governor.counters import MAX_RATE, RATE_NS, Rates
 from governor.errors import RequestError
 from governor.listing import Listing, find, short_ids, table, trouble_lines, violation_lines
-from governor.names import LIMIT, MOST, Name, find_name
+from governor.names import MAX_FILE, MAX_NAME, Name, find_name
 from governor.verbs import inspect, top
 from governor.violations import Episode
 from tests.unit.governor_process import ROOT, GovernorNode, OwnTenant, gpus, wait_for
@@ -248,14 +248,14 @@ def test_a_terminal_shows_a_name_as_far_as_it_can(
 
 def test_a_character_of_two_columns_wraps_no_line() -> None:
     """The output has as many lines as the screen, and the last ones are the violations."""
-    wide = {"key": "k", **row("\u5b57" * 3, "\u5b57" * MOST, "e\u0301\uff21\U0001f4a9")}
+    wide = {"key": "k", **row("\u5b57" * 3, "\u5b57" * MAX_NAME, "e\u0301\uff21\U0001f4a9")}
     wide["violations"] = [
         {"kind": "memory", "gpu": "GPU-0", "found": 1, "allowed": 1, "pid": 1, "began": 0, "ended": None}
     ]  # fmt: skip
     head, shown = table([wide])
-    assert re.split("  +", shown)[:3] == ["???", "?" * MOST, "e???"]
+    assert re.split("  +", shown)[:3] == ["???", "?" * MAX_NAME, "e???"]
     assert head.index("POD") == shown.index("e???")
-    assert violation_lines([wide])[0].startswith(f"violation: {'?' * MOST}: ")
+    assert violation_lines([wide])[0].startswith(f"violation: {'?' * MAX_NAME}: ")
 
 
 def test_control_characters_in_an_error_do_not_reach_a_terminal(
@@ -462,7 +462,7 @@ def test_kubernetes_and_nerdctl_pass_the_name_themselves() -> None:
     assert find_name(ID, bundle.replace("k8s.io", "default"), named) == Name("nerdctl", "trainer")
     assert find_name("one", "/bundles/one", {}) == Name()
     assert find_name("one", "", {}) == Name()
-    assert len(find_name("one", "", {"pod": "x" * 1000}).pod) == MOST
+    assert len(find_name("one", "", {"pod": "x" * 1000}).pod) == MAX_NAME
 
 
 def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
         names.unlink()
         make(names)
         assert find_name(ID, other, {}) == Name("podman")
-    os.truncate(names, LIMIT + 1)
+    os.truncate(names, MAX_FILE + 1)
     assert find_name(ID, other, {}) == Name("podman")
     for listed_ in (
         [{"id": ID}],

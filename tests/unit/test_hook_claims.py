@@ -122,7 +122,7 @@ def test_claim_and_share_are_parsed() -> None:
     options = parse_arguments(["--log", "/x", f"--claim={UID}", "--share", "gpu/0", "prestart"])
     assert (options.claim, options.share, options.stage) == (UID, "gpu/0", "prestart")
     assert options.given == ("--log", "/x")  # a claim belongs to one container
-    with pytest.raises(InternalError, match="not with precreate"):
+    with pytest.raises(InternalError, match="cannot be used with precreate"):
         parse_arguments(["--claim", UID, "--share", "gpu", "precreate"])
 
 

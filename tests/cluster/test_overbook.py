@@ -35,7 +35,7 @@ def test_claims_for_more_memory_than_there_is_run_side_by_side(cluster: RealClus
         for name in names:
             cluster.api.create("pods", pod(name, *command, template="three"))
         cluster.wait_pods(*names)
-        listed = json.loads(cluster.tidegate("ps", "--json"))["containers"]
+        listed = json.loads(cluster.tidegate("ps", "--json"))
         assert [sum(device["memory_limit"] for device in one["devices"]) for one in listed] == [
             3 << 30
         ] * 2

@@ -386,7 +386,7 @@ class Admissions:
 
 
 def _check_member(container: Container, request: Request) -> None:
-    """Refuse a container that would use the shares of one whose memory is parked, and cannot be."""
+    """Refuse a container that cannot be parked, if it would share the quota of one that may be."""
     if container.parking is None:
         return
     others = sorted(set(request.capabilities) - PARKABLE)

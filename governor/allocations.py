@@ -258,9 +258,13 @@ class AllocationTable:
         before = [gpu.quotas[share_key(claim, share)] for gpu, claim, share in own]
         why = self._why_not_parked(own, sorted(set(capabilities) - PARKABLE))
         self.set_parking(shares, parking=not why)
-        booked = [claim.parkable for claim, _ in shares]
-        if not why or not any([*booked, *(quota.parking for quota in before)]):
-            return not why
+        if not why:
+            return True
+        # A claim that was booked with room for memory that stays needs no more now.
+        if not any(claim.parkable for claim, _ in shares) and not any(
+            one.parking for one in before
+        ):
+            return False
         for gpu in {gpu.device.uuid: gpu for gpu, _, _ in own}.values():
             whole = gpu.device.memory - self._config.memory_reserve
             if gpu.memory_fixed + gpu.memory_parkable[0] <= whole:

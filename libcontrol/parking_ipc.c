@@ -2,12 +2,13 @@
  * CUDA IPC of blocks that can be moved; see parking.h.
  *
  * The driver shares only memory of its own cuMemAlloc by CUDA IPC. So the library gives out handles
- * of its own for these blocks. Whoever opens one connects to a socket of the process that gave it
- * out, and receives a file descriptor for the physical allocation, which it maps. From the first
- * handle on, the block stays on the GPU, because it could not be moved for both processes at once.
+ * of its own for these blocks. A process that opens one connects to a socket of the process that
+ * gave it out, and receives a file descriptor for the physical allocation, which it maps. From the
+ * first handle on, the block stays on the GPU, because it could not be moved for both processes at
+ * once.
  *
- * The socket is in the abstract namespace, so it ends with the process and needs no directory. Who
- * connects has to present a number from the handle, because the namespace is the network's, which
+ * The socket is in the abstract namespace, so it ends with the process and needs no directory. A
+ * connection has to present a number from the handle, because the namespace is the network's, which
  * containers may share.
  */
 #include "contexts.h"

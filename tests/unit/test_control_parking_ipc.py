@@ -243,7 +243,7 @@ def ask(handle: bytes) -> tuple[bytes, list[int]]:
         return answer, fds
 
 
-def test_only_who_has_a_handle_gets_the_memory(owner: Agent, guest: Agent) -> None:
+def test_only_a_process_with_a_handle_gets_the_memory(owner: Agent, guest: Agent) -> None:
     handle = bytearray.fromhex(handle_of(owner))
     handle[SECRET] = bytes(16)
     assert ask(bytes(handle)) == (b"", [])

@@ -344,9 +344,11 @@ def test_a_claim_costs_the_api_server_one_request(stand: Stand) -> None:
         stand.kubelet.unprepare(reference(document))
     after = stand.api.counts()
     after["list", "pods"] = before["list", "pods"]  # listed after registration anyway
-    assert {key: after[key] - before[key] for key in after if after[key] != before[key]} == {
-        ("get", "resourceclaims"): 8
-    }
+    added = {key: after[key] - before[key] for key in after if after[key] != before[key]}
+    assert added.pop(("get", "resourceclaims")) == 8
+    # A claim that stays prepared for some time has the slice updated once, see kube/recheck.py.
+    assert set(added) <= {("get", "resourceslices"), ("update", "resourceslices")}
+    assert all(number <= 8 for number in added.values())
 
 
 @pytest.mark.slow

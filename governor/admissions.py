@@ -23,7 +23,7 @@ from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError
 from governor.members import Member
 from governor.mps import Mps
-from governor.quota import MIB, PARKABLE, Quota
+from governor.quota import MIB, Quota, unparkable
 from governor.recover import FoundContainer
 from governor.requests import limit_after, nodes_of, pod_of, uses_of
 from governor.reservations import Reservations, describe_devices
@@ -100,7 +100,7 @@ class Admissions:
             shares = self.bookings.recover(found)
             if shares:
                 devices = self._allocations.named(found.devices)
-                self._allocations.set_parking(shares, parking=found.quota.parking)
+                self._allocations.claims.set_parking(shares, parking=found.quota.parking)
             else:
                 devices = self._allocations.restore(key, found.quota, found.devices)
             wanted = Wanted(
@@ -151,8 +151,8 @@ class Admissions:
                 await self._wait_for_room(*pending[-1])
                 return answer
             quotas = merge(shares)
-            devices = self._allocations.claimed(shares[0][0], quotas)
-            parking = self._allocations.use_shares(shares, parsed.capabilities)
+            devices = self._allocations.claims.devices(shares[0][0], quotas)
+            parking = self._allocations.claims.use(shares, parsed.capabilities)
             quota = replace(next(iter(quotas.values())), parking=parking)
         else:
             shares, key = [], container_key(request["id"])
@@ -389,7 +389,7 @@ def _check_member(container: Container, request: Request) -> None:
     """Refuse a container that cannot be parked, if it would share the quota of one that may be."""
     if container.parking is None:
         return
-    others = sorted(set(request.capabilities) - PARKABLE)
+    others = unparkable(request.capabilities)
     if others:
         raise RefusedError(
             f"the memory of container {container.identifier[:64]!r}, which has the same shares of"

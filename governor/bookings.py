@@ -39,7 +39,7 @@ class Bookings:
     def restore(self, claim: Claim) -> None:
         """Add a claim that an earlier governor had booked."""
         self.claims[claim.uid] = claim
-        for uuid in self._allocations.restore_claim(claim):
+        for uuid in self._allocations.claims.restore(claim):
             log.error("claim-without-gpu", claim=_claim_name(claim), uid=claim.uid, gpu=uuid)
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
@@ -156,11 +156,11 @@ class Bookings:
             return
         if known is None:
             self._part_ended({share.device for share in claim.shares})
-            claim = self._allocations.admit_claim(claim)
+            claim = self._allocations.claims.admit(claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
-                self._allocations.leave_claim(claim)
+                self._allocations.claims.leave(claim)
                 raise
         else:
             user = self._user_of(claim.uid)
@@ -170,13 +170,13 @@ class Bookings:
                     f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that container has ended",
                 )
-            claim = self._allocations.change_claim(known, claim)
+            claim = self._allocations.claims.change(known, claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
-                self._allocations.leave_claim(claim)
-                self._allocations.restore_claim(known)
-                self._allocations.release_claim(known, {share.name for share in known.shares})
+                self._allocations.claims.leave(claim)
+                self._allocations.claims.restore(known)
+                self._allocations.claims.release(known, {share.name for share in known.shares})
                 raise
         self.claims[claim.uid] = claim
 
@@ -226,7 +226,7 @@ class Bookings:
         if user is None:
             self._state.strike_claim(uid)
             del self.claims[uid]
-            self._allocations.leave_claim(claim)
+            self._allocations.claims.leave(claim)
             log.info("claim-released", claim=_claim_name(claim), uid=uid)
         elif not claim.leaving:
             leaving = replace(claim, leaving=True)
@@ -255,7 +255,7 @@ class Bookings:
         if any(uid == claim.uid for c in self._admissions.containers.values() for uid, _ in c.uses):
             return
         del self.claims[claim.uid]
-        self._allocations.leave_claim(claim)
+        self._allocations.claims.leave(claim)
         self._state.leave_claim(claim.uid)
         log.info("claim-released", claim=_claim_name(claim), uid=claim.uid)
 
@@ -276,7 +276,7 @@ class Bookings:
             claim = self.claims.get(uid)
             if claim is None:
                 continue
-            self._allocations.release_claim(claim, {name for own, name in uses if own == uid})
+            self._allocations.claims.release(claim, {name for own, name in uses if own == uid})
             if claim.leaving:
                 self.strike(claim)
 
@@ -285,7 +285,7 @@ class Bookings:
         used = {use for one in self._admissions.containers.values() for use in one.uses}
         for claim in self.claims.values():
             names = {share.name for share in claim.shares if (claim.uid, share.name) not in used}
-            self._allocations.release_claim(claim, names)
+            self._allocations.claims.release(claim, names)
 
     def _describe_shares(self, claim: Claim) -> list[dict[str, Any]]:
         known = {device.uuid: device for device in self._allocations.devices}

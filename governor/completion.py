@@ -5,9 +5,11 @@ The functions are pure; whether there is room is decided in `governor.allocation
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from governor.config import Config
 from governor.errors import RefusedError
-from governor.quota import MIB, PARKABLE, Quota, show_memory
+from governor.quota import MIB, Quota, show_memory, unparkable
 from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 
@@ -64,19 +66,15 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
     return Quota(memory, compute, limit, request.work_class)
 
 
-def may_park(request: Request, config: Config, count: int) -> bool:
-    """Return whether a container's memory may be parked, where its GPU allows it.
+def may_park(
+    config: Config, gpus: int, capabilities: Iterable[str] = (), *, allowed: bool
+) -> bool:
+    """Return whether memory on so many GPUs may be parked, where the GPU supports it.
 
-    The memory of a container with several GPUs would have to be moved on all of them at once. The
-    libraries of other capabilities call the driver by interfaces that the control library does not
-    see: a video decoder writes to memory that CUDA has allocated.
+    `allowed` tells whether the container or the claim allows it. The memory of a container with
+    several GPUs would have to be moved on all of them at once.
     """
-    return (
-        config.memory.overbook > 1
-        and request.parking == "allowed"
-        and count == 1
-        and set(request.capabilities) <= PARKABLE
-    )
+    return allowed and config.memory.overbook > 1 and gpus == 1 and not unparkable(capabilities)
 
 
 def check_count(count: int, request: Request) -> None:

@@ -1,12 +1,15 @@
-"""The quotas that are granted on one GPU, of containers and of claims."""
+"""The quotas that are granted on the node's GPUs, of containers and of claims, and what is left."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from governor.claims import Claim, ClaimShare
+from governor.config import Config
 from governor.quota import Device, Quota
+from governor.shortage import Room
 
 CLAIMED = "claim "
 """Prefix of the names of claims' shares in the table; a container's name there is its key."""
@@ -49,17 +52,84 @@ class GpuQuotas:
                 sizes[unit_of(key)] += quota.memory
         return sizes
 
-    def may_park(self, quota: Quota) -> bool:
-        """Return whether a container with this quota may be parked here.
+    @property
+    def supports_parking(self) -> bool:
+        """Whether containers can be parked here.
 
         The memory of clients of an MPS server is in the server's contexts.
         """
-        return quota.parking and self.strategy == "timeslice"
+        return self.strategy == "timeslice"
+
+    def may_park(self, quota: Quota) -> bool:
+        """Return whether a container with this quota may be parked here."""
+        return quota.parking and self.supports_parking
 
     @property
     def compute_used(self) -> int:
         """The guarantees of all quotas, in percent."""
         return sum(quota.compute for quota in self.quotas.values())
+
+
+class NodeGpus:
+    """The GPUs of the node in NVML's order, and what is left on each.
+
+    `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], config: Config, left_out: Mapping[int, str]
+    ) -> None:
+        self.config = config
+        self.left_out = dict(left_out)
+        self.by_uuid = {
+            device.uuid: GpuQuotas(device, strategy=config.strategy_of(device.index, device.uuid))
+            for device in devices
+        }
+
+    def __iter__(self) -> Iterator[GpuQuotas]:
+        return iter(self.by_uuid.values())
+
+    def __len__(self) -> int:
+        return len(self.by_uuid)
+
+    def __getitem__(self, index: int) -> GpuQuotas:
+        return list(self.by_uuid.values())[index]
+
+    def why_left_out(self) -> str:
+        """Return, as the end of a message, why some GPUs are not shared; often it is empty."""
+        return "".join(f"; GPU {i} is not shared: {why}" for i, why in self.left_out.items())
+
+    def whole(self, gpu: GpuQuotas) -> int:
+        """Return the bytes of a GPU's memory that containers can use at the same time."""
+        return max(gpu.device.memory - self.config.memory_reserve, 0)
+
+    def offered(self, gpu: GpuQuotas) -> int:
+        """Return the bytes to which the memory quotas on a GPU may add up."""
+        whole = self.whole(gpu)
+        times = self.config.memory.overbook if gpu.supports_parking else 1
+        return min(int(whole * times), whole + self.config.memory.host_limit)
+
+    def room(self, gpu: GpuQuotas, quota: Quota, unit: str = "") -> Room:
+        """Return what a GPU has left for a container that may or may not be parked, as `quota`.
+
+        `unit` names the claim to which the quota belongs.
+        """
+        whole = self.whole(gpu)
+        left = self.offered(gpu) - gpu.memory_used
+        sizes = gpu.parkable_by_unit()
+        beside = sizes[unit] if gpu.may_park(quota) else max(sizes.values(), default=0)
+        there = gpu.memory_fixed + beside
+        return Room(
+            gpu.device.index,
+            max(min(left, whole - there), 0),
+            max(100 - gpu.compute_used, 0),
+            whole,
+        )
+
+    def host_left(self) -> int:
+        """Return the bytes of host memory that are left for quotas that may be parked."""
+        taken = sum(gpu.memory_parkable[1] for gpu in self)
+        return max(self.config.memory.host_limit - taken, 0)
 
 
 def share_key(claim: Claim, share: ClaimShare) -> str:

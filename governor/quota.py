@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,16 @@ THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
 """Classes of work: batch work, and work that has to run immediately."""
 
 
-PARKABLE = frozenset({"compute", "utility", "compat32"})
-"""Capabilities with which a container's memory may be parked in host memory."""
+_PARKABLE = frozenset({"compute", "utility", "compat32"})
+
+
+def unparkable(capabilities: Iterable[str]) -> list[str]:
+    """Return the capabilities with which a container's memory cannot be parked in host memory.
+
+    Their libraries call the driver by interfaces that the control library does not see: a video
+    decoder writes to memory that CUDA has allocated.
+    """
+    return sorted(set(capabilities) - _PARKABLE)
 
 
 @dataclass(frozen=True)

@@ -186,14 +186,14 @@ def _open_root(root: str) -> int:
 
 
 def _parking(request: Request, config: Config) -> str:
-    from governor.quota import PARKABLE, show_memory
+    from governor.quota import show_memory, unparkable
 
     memory = config.memory
     if request.parking == "never":
         return "never"
     if memory.overbook <= 1:
         return "allowed: this node grants no more memory than its GPUs have"
-    if others := sorted(set(request.capabilities) - PARKABLE):
+    if others := unparkable(request.capabilities):
         return f"allowed, but not possible with the capability {', '.join(others)}"
     if len(request.devices) > 1 or (request.gpus or 1) > 1:
         return "allowed, but not possible with several GPUs"

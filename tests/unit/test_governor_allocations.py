@@ -297,18 +297,18 @@ def test_claims_and_strategies() -> None:
         claim("b", 0, strategy="timeslice"),
         claim("c", 0, 1),
     ):
-        allocations.admit_claim(wanted)
+        allocations.claims.admit(wanted)
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     with pytest.raises(
         RefusedError,
         match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, but that GPU is shared by",
     ):
-        allocations.admit_claim(claim("d", 1, 0, strategy="mps"))
+        allocations.claims.admit(claim("d", 1, 0, strategy="mps"))
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     both = [devices[i].uuid for i in (1, 0)]
-    assert [one.index for one in allocations.claimed(claim("c", 0, 1), both[:1])] == [1]
+    assert [one.index for one in allocations.claims.devices(claim("c", 0, 1), both[:1])] == [1]
     with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
-        allocations.claimed(claim("c", 0, 1), both)
+        allocations.claims.devices(claim("c", 0, 1), both)
     with pytest.raises(
         RefusedError, match="has 2 GPUs by mps, but a client of MPS can have only one"
     ):
@@ -321,9 +321,9 @@ def test_claims_and_strategies() -> None:
             )
         )
     allocations.set_closed(devices[1].uuid, "its MPS server starts")
-    allocations.admit_claim(claim("f", 1))  # the server may be running when a container starts
+    allocations.claims.admit(claim("f", 1))  # the server may be running when a container starts
     with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
-        allocations.claimed(claim("a", 1), both[:1])
+        allocations.claims.devices(claim("a", 1), both[:1])
 
 
 def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:

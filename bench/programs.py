@@ -10,6 +10,7 @@ programs.json and printed as a table; the exit status is 1 if a program differs.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -59,10 +60,11 @@ the control library reports launches five times a second.
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """A program: its time limit in seconds, and the module that it needs."""
+    """A program: its time limit in seconds, the module that it needs, and more capabilities."""
 
     seconds: int
     needs: str = "ctypes"
+    capabilities: tuple[str, ...] = ()
 
 
 PROGRAMS = {
@@ -91,10 +93,22 @@ PROGRAMS = {
     "many": ProgramKind(240),
     "plugin": ProgramKind(120, "torch"),
     "generate": ProgramKind(300, "transformers"),
+    "profiler": ProgramKind(120, "torch"),
+    "nvcc": ProgramKind(120),
+    "sanitizer": ProgramKind(180),
+    # The driver lets only administrators read counters, unless its configuration says otherwise.
+    "counters": ProgramKind(180, capabilities=("CAP_SYS_ADMIN",)),
+    "debugger": ProgramKind(180),
 }
 
 ENGINES = ("kvcache", "sleepwake", "processes", "many", "plugin", "generate")
-"""Programs that use the GPU as serving engines do; the name `engines` stands for them."""
+"""Programs that use the GPU as serving engines do."""
+
+CUDA_TOOLS = ("profiler", "nvcc", "sanitizer", "counters", "debugger")
+"""Programs that run CUDA's tools."""
+
+GROUPS = {"engines": ENGINES, "tools": CUDA_TOOLS}
+"""Names that stand for several programs."""
 
 ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")
 """Programs that need only the driver API, and kernels that the simulated GPU knows."""
@@ -325,9 +339,12 @@ class Harness:
             status, time.monotonic() - begin, *split_output(path.read_text(errors="replace"))
         )
 
-    def set_variables(self, config: dict[str, Any]) -> None:
-        """Add the variables to a container's configuration."""
-        config["process"]["env"] += [f"{name}={text}" for name, text in self.variables.items()]
+    def configure(self, config: dict[str, Any], kind: ProgramKind) -> None:
+        """Add the variables, and the program's capabilities, to a container's configuration."""
+        process = config["process"]
+        process["env"] += [f"{name}={text}" for name, text in self.variables.items()]
+        for capabilities in process["capabilities"].values():
+            capabilities += [one for one in kind.capabilities if one not in capabilities]
 
     def run_governed(self, node: BenchNode, name: str) -> tuple[ProgramRun, Seen]:
         """Run a program in a container, and read its counters until all have been reported."""
@@ -342,7 +359,8 @@ class Harness:
             "devices": "0",
         }
         begin = time.monotonic()
-        container = node.start(name, arguments, annotations, edit=self.set_variables)
+        edit = functools.partial(self.configure, kind=PROGRAMS[name])
+        container = node.start(name, arguments, annotations, edit=edit)
         seen = Seen()
         status: int | None = None
         ended = True
@@ -436,7 +454,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"one of {', '.join(PROGRAMS)}; or engines, for {', '.join(ENGINES)}",
+        help=f"one of {', '.join(PROGRAMS)}; or engines, for {', '.join(ENGINES)}; or tools, for"
+        f" {', '.join(CUDA_TOOLS)}",
     )
     parser.add_argument("--memory", default="8Gi", help="memory quota of each container (8Gi)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
@@ -444,7 +463,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runtime", default="runc", help="runc or crun")
     parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
     args = parser.parse_args(argv)
-    named = [(ENGINES if name == "engines" else (name,)) for name in args.names]
+    named = [GROUPS.get(name, (name,)) for name in args.names]
     args.names = list(dict.fromkeys(itertools.chain.from_iterable(named)))
     unknown = set(args.names) - set(PROGRAMS)
     if unknown:

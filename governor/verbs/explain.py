@@ -220,7 +220,9 @@ def _request(request: Request, config: Config) -> Iterator[str]:
         defaults.compute, request.compute_limit or defaults.compute_limit
     )
     limit = request.compute_limit or request.compute or defaults.compute_limit
-    own = "" if request.compute else ", the node's default"
+    own = ""
+    if not request.compute:
+        own = ", the node's default" if compute == defaults.compute else ", because of the limit"
     yield f"compute       {compute} % of each GPU's time, guaranteed{own}"
     lends = "idle time is lent up to this limit" if limit != compute else "no idle time is lent"
     own = "" if request.compute or request.compute_limit else ", the node's default"

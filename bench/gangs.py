@@ -60,7 +60,7 @@ from vdriver.manifest import read_manifest
 SPARE_S = 1.0
 FOREVER_S = 300.0
 AWAY_S = (0.0, 0.5, 1.5)
-"""Time without a governor after each time that it is killed, seconds."""
+"""Times without a governor, one after each kill, in seconds."""
 BETWEEN_S = 3.5
 ROUNDS = 100
 """Number of NVML samples that are timed."""

@@ -1,15 +1,15 @@
 """`python -m bench.suspension`: suspends a container again and again, next to one that computes.
 
-One container holds memory with known contents and computes on a part of it, on and on
-(examples/workloads/programs/holder.py). It is suspended, left so for a second and resumed, in
-turn; before every third resume the governor is killed and another one started. The other container
-runs kernels all the time and may be lent the whole GPU. Before that, the same program is suspended
+One container holds memory with known contents and computes on a part of it continuously
+(examples/workloads/programs/holder.py). It is repeatedly suspended for a second and resumed; before
+every third resume, the governor is killed and another one is started. The other container runs
+kernels all the time and may be lent the whole GPU. Before that, the same program is suspended
 without Tidegate, by the driver's calls alone, with the GPU to itself.
 
 The run fails if the contents differ at the end, if the container runs a turn while it is suspended,
 or if the GPU's used memory does not fall by at least the memory that the container holds, and by
-what NVML attributes to its process. How long the calls take, and what the neighbour does meanwhile,
-is reported. The results are written to suspension.json.
+what NVML attributes to its process. It reports how long the calls take, and what the neighbour does
+meanwhile. The results are written to suspension.json.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def timed(node: BenchNode, op: str, container: Running) -> dict[str, Any]:
 
 
 def measure_native(machine: Machine, python: str, held: int, rounds: int) -> list[dict[str, float]]:
-    """Return the seconds of the driver's calls for a process outside of any container."""
+    """Return how many seconds the driver's calls take for a process outside any container."""
     out = machine.work / "native"
     out.mkdir()
     environment = {**os.environ, **machine.environment}
@@ -107,7 +107,7 @@ def measure_native(machine: Machine, python: str, held: int, rounds: int) -> lis
 
 
 def look_at(node: BenchNode, nvml: Nvml, holder: Running) -> dict[str, int]:
-    """Return the used memory of the GPU and of the container, by NVML and by the governor."""
+    """Return the used memory of the GPU and the container, as NVML and the governor report it."""
     uuid = nvml.gpus()[0].uuid
     listed = {one.pid: one.used for one in nvml.processes(uuid)}
     reported = node.list_containers()[holder.identifier]

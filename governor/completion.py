@@ -1,6 +1,6 @@
-"""What a container asks for, completed with the node's defaults and checked by itself.
+"""Complete what a container asks for with the node's defaults, and check it.
 
-The functions are pure; whether there is room is decided in `governor.allocations`.
+The functions are pure; `governor.allocations` decides whether there is room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_memory(memory: int, config: Config, what: str) -> None:
 
 
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
-    """Return the quota of a request with this node's defaults.
+    """Return the quota of a request, completed with this node's defaults.
 
     Raise RefusedError if that quota cannot work. `annotated` tells whether the container came with
     annotations. Without any, it was recognised only by a device of tidegate.gpu/shared, and the

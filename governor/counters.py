@@ -26,7 +26,7 @@ from libcontrol import layout, pages
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
 """Fields of a ledger's device that stay counted after their process has ended."""
 OF_MOVES = ("moved", "move_ns", "away_ns")
-"""Fields of a ledger's slot, about memory that moves, that stay counted likewise."""
+"""Fields of a ledger's slot about moves of memory, which stay counted in the same way."""
 
 MOST = 2**62
 """Upper bound of every counter, 146 years in nanoseconds: a higher value is nonsense."""

@@ -402,7 +402,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 
 def _add_parking(families: _Families, container: Container, labels: tuple[str, ...]) -> None:
-    """Add where the memory of a container is, if it may be parked: then it has a single GPU."""
+    """Add where a container's memory is, if it may be parked. Such a container has one GPU."""
     parking = container.describe_parking()
     if parking is None:
         return
@@ -457,7 +457,7 @@ class MetricsEndpoint(httpd.Endpoint):
         """Return whether metrics are at `target`."""
         return target == "/metrics"
 
-    async def answer(self, target: str, headers: Message) -> bytes:  # noqa: ARG002 - one place
+    async def answer(self, target: str, headers: Message) -> bytes:  # noqa: ARG002 - has one path
         """Return the metrics in a form that the client accepts."""
         environment = {
             "REQUEST_METHOD": "GET",

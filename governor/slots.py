@@ -75,9 +75,9 @@ def _hung_up(peer: socket.socket | None) -> bool:
 
 
 def _disconnect(peer: socket.socket) -> None:
-    """Shut down a connection, even if others hold a descriptor of it.
+    """Shut down a connection, even if other descriptors of it are open.
 
-    The arbiter does, and so may any process to which the registered process passed its descriptor.
+    The arbiter has one, and so may any process to which the registered process passed its own.
     """
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
@@ -243,7 +243,7 @@ class Slots:
                 self._admit(pid, own)
         except (OSError, RuntimeError) as e:
             # Refuse explicitly: a process that only sees its connection end assumes that the
-            # governor is away, and would use a whole quota by itself.
+            # governor is not running, and would use a whole quota by itself.
             with contextlib.suppress(OSError):
                 own.send(struct.pack("I", layout.NO_SLOT))
             self._refusals[is_own].warning(

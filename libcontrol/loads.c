@@ -84,7 +84,7 @@ void load_begin(struct load *load)
 }
 
 /* Returns by how much the unattributed memory has grown since the load began, less what new
- * processes brought. */
+ * processes added. */
 uint64_t load_grown(const struct load *load)
 {
     const struct grant_device *grant = grant_of(load);
@@ -193,9 +193,9 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     load_await_unattributed(load, os_now());
 }
 
-/* Returns false if the container now exceeds its quota by more than `debt`. In its place,
- * LOADS_DEBT applies after a small load, and 0 if memory of no process was charged. The load then
- * has to be undone as far as possible. */
+/* Returns false if the container now exceeds its quota by more than `debt`; the load then has to be
+ * undone as far as possible. LOADS_DEBT applies instead of `debt` after a small load, and 0 if
+ * memory that belongs to no process was charged. */
 bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
     uint64_t now, taken;

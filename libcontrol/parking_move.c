@@ -29,8 +29,8 @@
 
 /*
  * Host memory for the contents of parked blocks. It is the governor's, so that it is not charged to
- * the container's control group, and is pinned in pieces. A copy does not cross from one into the
- * next, which the driver may refuse.
+ * the container's control group, and is pinned in pieces. No copy extends across two pieces,
+ * because the driver may refuse that.
  */
 static uint64_t arena_pinned; /* bytes at its beginning that the driver has pinned */
 static CUcontext arena_ctx;   /* in which it did so */
@@ -64,8 +64,8 @@ static CUcontext push_context(void)
     return driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS ? ctx : NULL;
 }
 
-/* Waits for the work of a context, which does not end meanwhile. Returns false if memory must not
- * move: the work failed, the program has been let go on, or a stream captures. */
+/* Waits for the work of a context, which cannot end meanwhile. Returns false if memory must not
+ * move: the work failed, the program has been allowed to continue, or a stream captures. */
 static bool synchronize(const CUcontext *handlep)
 {
     CUresult result = CUDA_SUCCESS;
@@ -102,7 +102,7 @@ static bool synchronize_all(void)
 
 /* ---- the arena ---- */
 
-/* What has to be done before so much memory can be parked. */
+/* What has to be done before a given amount of memory can be parked. */
 enum arena_need {
     ARENA_NOTHING,
     ARENA_PIN,  /* the next piece has to be pinned */
@@ -140,9 +140,8 @@ static void arena_pin(void)
 }
 
 /*
- * Prepares the arena for the blocks that there are. Called while the program goes on, because it
- * takes up to a second for each GiB the first time. Returns false if the arena is not large enough
- * yet.
+ * Prepares the arena for the existing blocks. Called while the program runs, because it takes up to
+ * a second for each GiB the first time. Returns false if the arena is not large enough yet.
  */
 static bool prepare(void)
 {
@@ -184,9 +183,9 @@ static CUresult copy_block(const struct parking_block *block, bool out, CUstream
     return result;
 }
 
-/* Notes that the charge for a block is now one for memory that NVML attributes to no process, or
- * the other way round for memory that is about to be there. The quota counts it in both cases.
- * Around this and the move, a sample finds that memory is moving. */
+/* Notes that the charge for a block is now for memory that NVML attributes to no process or, if not
+ * `parked`, for memory that is about to be on the GPU. The quota counts it in both cases. A sample
+ * that is taken during this and the move finds that memory is moving. */
 static void charge_as(uint64_t size, bool parked)
 {
     account_hide(0, size, parked);
@@ -211,9 +210,9 @@ enum moved {
     MOVE_FAILED, /* the driver answered with an error that a further attempt would meet as well */
 };
 
-/* Gives a block memory, for which other containers may be making room right now, and begins to copy
- * it there. The driver has no room if the answer is CUDA_ERROR_OUT_OF_MEMORY; that ends with the
- * time, or if the order is revoked. */
+/* Maps memory for a block on the GPU, and begins to copy its contents there. Other containers may
+ * be making room for it, so CUDA_ERROR_OUT_OF_MEMORY is retried until `ends`, or until a
+ * `revocable` order is revoked. */
 static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t ends,
                          bool revocable)
 {
@@ -319,7 +318,7 @@ static void report(void)
     pages_poke();
 }
 
-/* Waits until what was launched has been reached by markers, and nothing is held. */
+/* Waits until the GPU has reached the markers of all launched work, and nothing is held. */
 static bool await_queue(void)
 {
     struct gate *g = &gate_devices[0];
@@ -338,9 +337,9 @@ static bool await_queue(void)
     }
 }
 
-/* Ends the use of the memory. Returns whether the state is OUT. Unless a capture or the governor is
- * the reason why not, work waited for a call that was made to wait, and the next attempt gives it
- * more time. */
+/* Ends the use of the memory. Returns whether the state is OUT. If it is not, and neither a capture
+ * nor the governor is the reason, work waited for a call that was made to wait, and the next
+ * attempt allows more time. */
 static bool close_memory(void)
 {
     bool closed;
@@ -385,7 +384,7 @@ static bool move_out(void)
     static bool logged;
     enum moved moved = MOVED_BACK;
 
-    /* A governor that is away would not order the memory back. */
+    /* A governor that does not run would not order the memory back. */
     if (gate_lost(os_now()) || !prepare() || !close_memory())
         return false;
     report();
@@ -393,7 +392,7 @@ static bool move_out(void)
     /* Blocks may have been added since the arena was prepared. */
     if (place_all() <= arena_pinned) {
         moved = move_all(true);
-        /* If the context has failed, the program's calls return that. */
+        /* If the context has failed, the program's calls return its error. */
         if (moved != MOVED)
             move_log(&logged, "memory cannot be parked: a copy failed");
     }
@@ -494,7 +493,7 @@ cold bool parking_move_start(void)
 /*
  * The process ends by exit(). The driver's destructors, which run after this, must not meet the
  * thread in one of the driver's functions. Destructors of other libraries may still need the
- * memory, so it is moved to the GPU even now. The call of exit() may have interrupted a call that
+ * memory, so it is moved to the GPU even now. The call to exit() may have interrupted a call that
  * is counted, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void move_finish(void)

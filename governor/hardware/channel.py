@@ -18,7 +18,7 @@ VERSION = 1
 SOCKET = "/run/tidegate-steering.sock"
 """Where the service listens (`tidegate-steering.socket`)."""
 LONGEST = 1 << 22
-"""Longest line, in bytes: the channels of a thousand contexts fit."""
+"""Longest line, in bytes: enough for the channels of a thousand contexts."""
 _PIECE = 1 << 16
 _N_DESCRIPTORS = 4
 

@@ -212,7 +212,7 @@ def _check(
 ) -> None:
     for worker in workers:
         worker.answer(WITHIN_S)
-    for worker in workers:  # one by one: the first work of each is measured
+    for worker in workers:  # one by one: at first, each measures its kernel alone on the GPU
         worker.start(1)
         worker.wait()
     held = [hardware.find(worker.pid, worker.pidfd) for worker in workers]
@@ -245,7 +245,7 @@ def _switch(hardware: Hardware[Any], worker: Worker, held: Sequence[Any]) -> Non
         n_worked_on += off_ns + LATE_NS < work.end < on_ns
         if work.end >= on_ns and work.ns > HELD * WORK_MS * 1e6:
             return
-        # The process worked on, or is late: its work had ended before, or had not begun.
+        # The process continued, or was late: its work had ended before, or had not begun.
     if n_worked_on == N_TRIES:
         raise WithoutEffectError("a process that was switched off worked on")
     raise NotProbedError("the processes that work on it wait for a processor")

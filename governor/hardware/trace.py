@@ -144,7 +144,10 @@ class Residency:
         self._full: list[tuple[int, int, int]] = []  # pid, begin and end
 
     def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
-        """Record that processes are switched at a time; earlier trace records may arrive later."""
+        """Record that processes are switched on or off at a time.
+
+        Earlier trace records may arrive later.
+        """
         self._changes.append((at_ns, frozenset(pids), on))
 
     def add(self, switches: Iterable[Switch]) -> None:

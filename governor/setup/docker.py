@@ -43,7 +43,7 @@ STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker"
 
 
 def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan daemon.json; raise SetupError if it already has a different runtime `tidegate`."""
+    """Plan changes to daemon.json; raise SetupError if it has a different `tidegate` runtime."""
     path, program = options.config or CONFIG, options.program("tidegate-runtime")
     file = root.read(path)
     shown, text = root.shown(path), file.text() if file else ""

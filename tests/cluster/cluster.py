@@ -1,4 +1,4 @@
-"""A complete cluster: a control plane, nodes with GPUs, and Tidegate, installed with packaging/kubernetes' manifests."""
+"""A complete cluster: control plane, nodes with GPUs, and Tidegate from packaging/kubernetes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ spec:
 
 
 class RealCluster:
-    """A cluster: `start` brings it up without Tidegate, `apply` installs Tidegate, `close` returns what is left on this
-    machine.
+    """A cluster: `start` brings it up without Tidegate, `apply` installs Tidegate, and `close`
+    stops it and returns what it has left on this machine.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RealCluster:
     # Pods.
 
     def claim_template(self, name: str, *, memory: str, compute: str, strict: bool = True) -> None:
-        """Make a ResourceClaimTemplate for a share of one GPU."""
+        """Create a ResourceClaimTemplate for a share of one GPU."""
         kind = "gpu-strict" if strict else "gpu-elastic"
         exactly = {
             "deviceClassName": f"{kind}.tidegate.gpu",
@@ -255,7 +255,7 @@ def pod(
     out: bool = False,
     node: str = "",
 ) -> Document:
-    """Return a pod with one container of the workload image, and with a claim if there is a template for one."""
+    """Return a pod with one container of the workload image, and a claim if `template` is given."""
     mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
     container: dict[str, Any] = {

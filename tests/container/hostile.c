@@ -2,8 +2,8 @@
  * A program of a container that attacks other containers.
  *
  *   hostile prowl HOST KEY        try in every possible way to reach the governor's files for the
- *                                 container KEY, with directory HOST on the host; print what
- *                                 worked, one per line, and finally the number of attempts
+ *                                 container KEY, which are in the directory HOST of the host; print
+ *                                 what worked, one per line, and finally the number of attempts
  *   hostile knock PID             register at the socket that process PID sees; print the answer
  *   hostile nest                  move to a control group below its own, as systemd does, start a
  *                                 process that registers in another group below it, and stay
@@ -193,7 +193,7 @@ static void by_handle(void)
     close(directory);
 }
 
-/* Tries to open files of another process that are the governor's, or a ledger. */
+/* Tries to open the files of another process: they may include the governor's, or a ledger. */
 static void steal(int pid, const char *which)
 {
     char path[PATH_MAX], target[PATH_MAX], name[PATH_MAX + 300];
@@ -244,7 +244,7 @@ static void attack(int pid)
     result(fd < 0 ? -1 : setns(fd, CLONE_NEWNS), "enter", path);
 }
 
-/* In a user namespace of its own the process has every capability over what it makes there. */
+/* In its own user namespace, the process has every capability over what it creates there. */
 static void in_a_namespace_of_its_own(const char *host)
 {
     if (unshare(CLONE_NEWUSER | CLONE_NEWNS))

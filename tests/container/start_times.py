@@ -1,8 +1,9 @@
-"""`python -m tests.container.start_times` measures the time of a start with each engine: natively, ungoverned and governed.
+"""`python -m tests.container.start_times` measures how long container starts take, per engine.
 
-The engines are those of this machine's release, or of the one that is named, on the node of test_engines.py: real
-daemons, the C programs, the fork server, a governor and a mirror. In each round every engine starts one container in
-each of three ways, in every order of the three in turn, and removes it before the next:
+The engines are those of this machine's release, or of the release that --suite names, on the node
+of test_engines.py: real daemons, the C programs, the fork server, a governor and a mirror. In each
+round, every engine starts one container in each of three ways, and removes it before the next. The
+rounds use all orders of the three ways in turn:
 
 native      the engine's own runtime, as on a node without Tidegate
 ungoverned  our runtime or hooks, and a container that asks for nothing
@@ -45,8 +46,8 @@ ASKED = {"memory": "600Mi", "compute": "1"}
 IDLE = ("/usr/bin/sleep", "infinity")
 WAYS = ("native", "ungoverned", "governed")
 PAUSE_S = 0.3
-"""Time in seconds in which an engine finishes its work after a container's end: Podman starts itself once more for
-that.
+"""Time in seconds that an engine gets to finish its work after a container's end: Podman starts
+another process for that.
 """
 PROGRAMS = ("tidegate-hook", "tidegate-runtime")
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if args.engine and kind.name not in args.engine:
                         continue
                     if kind is Docker and old_docker(host):
-                        kind = OldDocker  # noqa: PLW2901 - the same one, by variables
+                        kind = OldDocker  # noqa: PLW2901 - the same engine, with variables
                     engine = kind(host, {str(simulated.directory): "/dev/tidegate-simgpu"})
                     engine.start(image)
                     engines.append(engine)

@@ -1,4 +1,4 @@
-"""The hook's line under crun, which sends the output of hooks to /dev/null."""
+"""The hook's error line under crun, which sends the output of hooks to /dev/null."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_the_line_is_in_crun_s_own_standard_error(node: HookNode, crun: Runtime)
 def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     node: HookNode, fronts: Path, tmp_path: Path, name: str
 ) -> None:
-    """A shell replaces the runtime, because the tests run crun in a mount namespace, which the server does not
-    serve.
+    """A shell stands in for the runtime, because the tests run crun in a mount namespace, which
+    the server does not serve.
     """
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()

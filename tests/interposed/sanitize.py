@@ -2,9 +2,9 @@
 
 Build the C parts with the sanitizer, in a build folder of their own, and run
 tests/interposed/stress.c with the control library and the simulated GPU, all of them instrumented,
-while the grant opens and closes; then again, while memory is also parked and moved back. Exit with 1 if the sanitizer found an error (the output is its
-report), and with 77 if this machine does not allow mount namespaces. With `none`, run the build in
-TIDEGATE_BUILD or build/meson.
+while the grant opens and closes; then run it again, while memory is also parked and moved back.
+Exit with 1 if the sanitizer found an error (the output is its report), and with 77 if this machine
+does not allow mount namespaces. With `none`, run the build in TIDEGATE_BUILD or build/meson.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def build(sanitizer: str) -> Path:
 def open_and_close(
     room: GrantSandbox, process: subprocess.Popen[str], *, parks: bool, seed: int = 1
 ) -> int:
-    """Change the grant as a governor does, and sometimes leave it unchanged as if the governor were
-    away, until the process ends. Return how many bytes moved.
+    """Change the grant as a governor does, and sometimes leave it unchanged as if no governor ran,
+    until the process ends. Return how many bytes moved.
     """
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
     began = time.monotonic()
@@ -85,7 +85,7 @@ def open_and_close(
         time.sleep(draw.uniform(0.0005, 0.008))
         if draw.random() < 0.05:
             room.hang_up()
-        # Some orders are revoked at once; most are followed first.
+        # Some orders are revoked at once; most are carried out first.
         if parks and (room.has_moved() or draw.random() < 0.01):
             room.order(resident=draw.random() < 0.95)
         if not room.alive:

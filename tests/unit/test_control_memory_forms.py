@@ -1,4 +1,4 @@
-"""The older forms of the memory functions and the rarer ones, on a shim that adds them to the simulated driver."""
+"""Older and rarer forms of the memory functions, which a shim adds to the simulated driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def filled(node: MemoryNode, leave: int) -> str:
     return f"driver.allocate({(node.limit - node.used() - leave) // (2 * MIB) * 2 * MIB})"
 
 
-def test_blocks_of_the_first_versions(agent, node) -> None:
+def test_blocks_of_the_first_function_versions_are_charged(agent, node) -> None:
     agent.run("block = driver.get('cuMemAlloc', 3 << 20)")
     agent.run("pitch = ctypes.c_uint()")
     agent.run("other = driver.get('cuMemAllocPitch', ctypes.byref(pitch), 1000, 4000, 4)")
@@ -64,7 +64,7 @@ def ctypes_pair(agent: Agent) -> tuple[int, int]:
     return agent.number("pair[0].value"), agent.number("pair[1].value")
 
 
-def test_arrays_of_the_first_versions(agent) -> None:
+def test_arrays_of_the_first_function_versions_are_charged(agent) -> None:
     agent.run(f"flat = driver.get('cuArrayCreate', {raw('<IIiI', 1024, 1024, 0x20, 4)})")
     assert agent.charged == 16 * MIB
     agent.run(f"deep = driver.get('cuArray3DCreate', {raw('<IIIiII', 333, 777, 33, 0x20, 4, 0)})")
@@ -81,7 +81,7 @@ def test_arrays_of_the_first_versions(agent) -> None:
         ("driver.get('cuCtxCreate_v2', 0, 0)", "cuCtxDetach"),
     ],
 )
-def test_contexts_of_all_kinds(agent, node, create, destroy) -> None:
+def test_contexts_of_all_kinds_are_charged(agent, node, create, destroy) -> None:
     agent.run(f"other = {create}")
     assert node.used() == 2 * CONTEXT
     assert agent.field("contexts") == 2
@@ -100,7 +100,7 @@ def test_contexts_of_all_kinds(agent, node, create, destroy) -> None:
     assert agent.refuses(create)
 
 
-def test_the_primary_context_by_its_first_functions(node) -> None:
+def test_first_function_versions_end_the_primary_context(node) -> None:
     agent = node.agent(context=False)
     for end in ("cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"):
         agent.run("driver.call('cuCtxSetCurrent', driver.get('cuDevicePrimaryCtxRetain', 0))")
@@ -274,7 +274,7 @@ def test_memory_of_graphs_is_charged_when_it_is_taken(agent, node, instantiate) 
     assert agent.charged == agent.seen - CONTEXT == 0
 
 
-def test_a_graph_that_does_not_fit_is_refused_and_what_graphs_hold_unused_goes_back(
+def test_a_graph_that_does_not_fit_is_refused_and_unused_memory_of_graphs_is_given_back(
     agent, node
 ) -> None:
     agent.run(GRAPHS)
@@ -477,7 +477,7 @@ def test_one_call_unbinds_all_of_a_range_of_an_endpoint(agent) -> None:
     assert agent.field("memory") == 0
 
 
-def test_memory_of_a_locality_domain_is_that_of_its_gpu(agent, node) -> None:
+def test_memory_of_a_locality_domain_counts_as_memory_of_its_gpu(agent, node) -> None:
     """The location of such memory is a separate type, with the GPU's ordinal in the lowest byte."""
     agent.run("handle = out('cuMemCreate', 100 << 20, prop(6, 0x100), 0)")
     assert agent.charged == agent.seen - CONTEXT == 100 * MIB

@@ -50,7 +50,7 @@ def test_a_test_has_the_same_examples_whatever_else_is_loaded() -> None:
     assert drawn("fixed", "governor.allocations", "kube.convert", "vdriver.discover") == alone
 
 
-def test_a_search_has_other_and_more_examples_each_time() -> None:
+def test_each_search_has_more_and_different_examples() -> None:
     one, other = drawn("search"), drawn("search")
     assert one != other
     assert len(one.splitlines()) >= SEARCH * settings.get_profile("fixed").max_examples
@@ -66,8 +66,8 @@ def _settings() -> Iterator[tuple[Path, ast.Call]]:
                     yield path.relative_to(TESTS), node
 
 
-def test_no_test_s_own_settings_say_otherwise_than_the_profile() -> None:
-    """Numbers of examples must grow with a search. Everything else is set by the profile alone."""
+def test_no_test_overrides_the_settings_of_the_profile() -> None:
+    """The number of examples must grow in a search. The profile alone sets everything else."""
     wrong, found = [], 0
     for path, call in _settings():
         found += 1
@@ -87,7 +87,7 @@ def test_no_test_s_own_settings_say_otherwise_than_the_profile() -> None:
 
 
 @pytest.mark.parametrize("name", ["fixed", "search"])
-def test_no_profile_looks_at_a_clock_or_at_earlier_runs(name: str) -> None:
+def test_no_profile_depends_on_a_clock_or_on_earlier_runs(name: str) -> None:
     profile = settings.get_profile(name)
     assert profile.deadline is None
     assert profile.database is None

@@ -31,7 +31,7 @@ CONTAINERS = ("one", "two")
 
 
 class Killed:
-    """A profiler that counts the calls of our functions, and kills this process at one of them."""
+    """A profiler that counts the calls to our functions, and kills this process at one of them."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -67,7 +67,7 @@ class KillScene:
                 os.close(read)
                 with contextlib.redirect_stdout(io.StringIO()):
                     asyncio.run(self._govern(act, at, write))
-            except BaseException:  # noqa: BLE001 - nothing of pytest's runs in this process
+            except BaseException:  # noqa: BLE001 - pytest does not handle it in this process
                 traceback.print_exc()
             os.kill(os.getpid(), signal.SIGKILL)
         os.close(write)
@@ -211,7 +211,8 @@ async def look(governor: KilledGovernor) -> None:
 
 Act = Callable[[KilledGovernor], Awaitable[None]]
 CASES: dict[str, tuple[tuple[Act, ...], Act, Act]] = {
-    # For each case: the preparation, the action during which it is killed, and the later requests.
+    # For each case: the preparation, the action during which the governor is killed, and what is
+    # requested afterwards.
     "tell": ((), tell, tell),
     "change": ((tell,), tell_other, tell_other),
     "take back": ((tell,), take_back, take_back),
@@ -300,11 +301,11 @@ def check(name: str, found: dict[str, Any], promised: list[dict[str, Any]], at: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_a_step(scenes: Callable[[], KillScene], name: str) -> None:
+def test_a_governor_can_be_killed_at_any_step(scenes: Callable[[], KillScene], name: str) -> None:
     one_case(scenes, name, lambda count: steps(count, 7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_many_steps(scenes: Callable[[], KillScene], name: str) -> None:
+def test_a_governor_can_be_killed_at_many_steps(scenes: Callable[[], KillScene], name: str) -> None:
     one_case(scenes, name, lambda count: steps(count, 40))

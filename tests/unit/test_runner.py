@@ -28,7 +28,7 @@ LEFT_NS = 200_000
 
 
 class RunnerContainer:
-    """A container with processes that report `measures` times the GPU time that it held."""
+    """A container whose processes report `measures` times the GPU time that it held."""
 
     def __init__(self, runner: Runner, processes: int, measures: float) -> None:
         self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
@@ -78,8 +78,8 @@ class RunnerContainer:
 
 
 def wait_for_each(monkeypatch: pytest.MonkeyPatch, strategy: str) -> RunnerConfig:
-    """Return the settings of runners from now on: on a busy machine no container counts as stopped, and no grant as
-    unused.
+    """Set and return the settings of the runners that follow: even on a busy machine, no container
+    counts as stopped, and no grant as unused.
     """
     settings = arbiter.runner_config(Config(), strategy)
     settings.arbiter.overdue_ns = 40 * 10**9
@@ -118,7 +118,7 @@ def play(build_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         runner.close()
 
 
-def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
+def test_with_mps_overlapping_work_is_charged_and_several_processes_are_charged_once(
     play: SimpleNamespace,
 ) -> None:
     charged: list[tuple[float, float]] = []
@@ -135,7 +135,7 @@ def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
         pytest.fail(f"never 1.05 and at most 1 of what they held, but {charged}")
 
 
-def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Path) -> None:
+def test_a_wait_lasts_from_the_first_request_until_the_grant(build_dir: Path) -> None:
     """Waits are measured by the governor's clock, and counted by length."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
     runner_end, process_end = socket.socketpair()
@@ -176,7 +176,7 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
     runner.close()
 
 
-def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_reports(
+def test_a_grant_given_back_late_counts_as_held_until_then_whatever_the_ledger_reports(
     build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_each(monkeypatch, "timeslice")
@@ -290,8 +290,8 @@ def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: 
 def test_with_mps_the_next_holder_is_named_in_each_grant(
     build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one wants the GPU and has to wait for much longer. So the first is named often in
-    its own grants, and each grant withdraws the announcement of the one before."""
+    """The second container wants the GPU, too, but has to wait much longer. Therefore the first is
+    often named in its own grants, and each grant withdraws the previous announcement."""
     wait_for_each(monkeypatch, "mps").spin_ns = 0  # as on a node with few cores
     with watched(build_dir, "mps") as (runner, process_end):
         first, second = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)

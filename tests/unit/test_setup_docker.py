@@ -1,4 +1,4 @@
-"""`tidegate setup docker`: daemon.json gets one more runtime and keeps its form."""
+"""`tidegate setup docker`: daemon.json gets one more runtime and keeps its formatting."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_node_without_daemon_json_gets_one_and_loses_it_again(root, capsys):
         ),
     ],
 )
-def test_what_is_there_keeps_its_form(root, capsys, before, after):
+def test_existing_content_keeps_its_formatting(root, capsys, before, after):
     put(root, CONFIG, before, 0o600)
     whole = snapshot(root)
     assert setup(root, "docker") == 0
@@ -178,7 +178,7 @@ def test_the_default_runtime_goes_back_to_what_it_was(root):
     done = snapshot(root)
     setup(root, "docker", "--undo")
     assert snapshot(root) == before
-    # The file was edited since: only our part is removed, and the former default is restored.
+    # The file has been edited since: only our part is removed, and the former default restored.
     setup(root, "docker", "--default")
     assert snapshot(root) == done
     put(root, CONFIG, json.dumps(edited))
@@ -218,7 +218,7 @@ def test_a_file_of_ours_that_others_have_edited_stays(root):
     put(root, CONFIG, json.dumps({**json.loads(text(root, CONFIG)), "debug": True}, indent=2))
     assert setup(root, "docker", "--undo") == 0
     assert text(root, CONFIG) == '{\n  "debug": true\n}'
-    # A file that differs only in its form is removed as well.
+    # A file that differs only in its formatting is removed as well.
     (root / "etc/docker/daemon.json").unlink()
     setup(root, "docker")
     put(root, CONFIG, json.dumps(json.loads(text(root, CONFIG))))
@@ -236,7 +236,7 @@ def test_a_file_that_has_become_invalid_is_left_and_so_is_the_journal(root, caps
     assert snapshot(root) == before
 
 
-def test_a_file_that_was_removed_since_is_not_made_again(root):
+def test_a_file_that_was_removed_in_the_meantime_is_not_created_again(root):
     put(root, CONFIG, '{"debug": true}')
     setup(root, "docker")
     (root / "etc/docker/daemon.json").unlink()
@@ -349,7 +349,7 @@ def test_a_default_is_found_wherever_dockerd_gets_it_from(root, capsys, files, w
     assert f"{root}{where} starts dockerd with --default-runtime" in capsys.readouterr().err
 
 
-def test_a_dockerd_that_runs_with_a_default_of_its_own_is_found(root, capsys):
+def test_a_running_dockerd_with_its_own_default_is_found(root, capsys):
     put_process(root, 4711, "/usr/bin/dockerd", "--host=fd://", "--default-runtime=runc")
     assert setup(root, "docker", "--default") == 73
     assert "process 4711 starts dockerd with --default-runtime" in capsys.readouterr().err
@@ -364,7 +364,7 @@ def test_a_masked_unit_is_ignored(root):
     assert setup(root, "docker", "--default") == 0
 
 
-def test_the_wrapper_is_to_enter_the_hook_of_the_same_directory(root, capsys):
+def test_setup_advises_that_the_wrapper_add_the_hook_of_the_same_directory(root, capsys):
     put_programs(root, "/opt/bin")
     put_crio_programs(root)
     for engine in ("docker", "containerd", "crio"):
@@ -378,7 +378,7 @@ def test_the_wrapper_is_to_enter_the_hook_of_the_same_directory(root, capsys):
     assert "note:" not in capsys.readouterr().out
 
 
-def test_another_directory_of_programs_and_another_file(root):
+def test_options_choose_another_program_directory_and_another_file(root):
     put_programs(root, "/opt/tidegate/bin")
     config = "/home/u/.config/docker/daemon.json"
     assert setup(root, "docker", "--bin-dir", "/opt/tidegate/bin/", "--config", config) == 0
@@ -402,7 +402,7 @@ def test_options_of_other_engines_are_refused(root, capsys, words):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_write_that_fails_takes_everything_back(root, monkeypatch):
+def test_after_a_failed_write_all_changes_are_undone(root, monkeypatch):
     """The drop-in is written, but config.toml cannot be."""
     put(root, "/etc/containerd/config.toml", "version = 3\n")
     before = snapshot(root)
@@ -473,7 +473,7 @@ def test_a_damaged_journal_is_refused(root, capsys):
         assert JOURNAL in capsys.readouterr().err
 
 
-def test_the_journal_has_the_bytes_before(root):
+def test_the_journal_contains_the_original_bytes(root):
     put(root, CONFIG, '{"debug": true}')
     setup(root, "docker")
     (entry,) = json.loads(text(root, JOURNAL))["engines"]["docker"]

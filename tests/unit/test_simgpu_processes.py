@@ -1,4 +1,4 @@
-"""The simulated GPU among processes: death, pids, NVML, fork, and the workload."""
+"""The simulated GPU with several processes: their death, pids, NVML, fork, and the workload."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
 
 
 def test_cuda_and_nvml_live_in_one_process(build_dir: Path, gpus: Path) -> None:
-    """Each library has its own slot, and neither takes that of the other for a dead process's."""
+    """Each library has a slot, and neither mistakes the other's for that of a dead process."""
     expression = (
         "(lambda driver: [driver.call('cuInit', 0), driver.context(), driver.allocate(1 << 20),"
         " nvmlDeviceGetMemoryInfo(d).used, nvmlShutdown(), nvmlInit(), driver.free_memory(),"
@@ -364,7 +364,7 @@ def test_the_workload_starts_and_stops_on_request(
     assert json.loads(output)["units"] == len(read_ends(out))
 
 
-def test_the_command_line_makes_and_shows_devices(tmp_path: Path) -> None:
+def test_the_command_line_creates_and_shows_devices(tmp_path: Path) -> None:
     python = [sys.executable, "-m", "simgpu"]
     made = subprocess.run(
         [*python, "create", "--dir", tmp_path, "--devices", "2", "--memory", "8GiB"],
@@ -387,7 +387,7 @@ def test_an_invalid_size_is_refused(text: str) -> None:
         simgpu.size(text)
 
 
-def test_a_context_of_this_process_is_its_own(build_dir: Path, gpus: Path, gpu: Path) -> None:
+def test_the_status_names_the_process_of_a_context(build_dir: Path, gpus: Path, gpu: Path) -> None:
     driver = SimulatedDriver(build_dir)
     with driver.attached(gpus):
         context: Context = driver.context()

@@ -1,4 +1,4 @@
-"""Write a generation of the second manifest schema by hand from libraries, as a refresh would."""
+"""Write a generation of the second manifest schema from given libraries, as a refresh would."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def put_generation(
     """Write a generation and return its directory.
 
     `libraries` are the driver's own by file name, including libcuda and libnvidia-ml of `version`.
-    `capabilities` maps file names to capabilities; the others have compute. `sets` maps
-    capabilities to the names in lib64 of further sets. The set with everything always exists.
+    `capabilities` maps file names to capabilities; files that it omits have compute. `sets` maps
+    the capabilities of each further set to its names in lib64. The set with everything always
+    exists.
     """
     work = driver_dir / "making"
     files: list[ManifestFile] = []

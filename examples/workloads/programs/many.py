@@ -65,7 +65,7 @@ def body(program: ProgramCheck) -> None:
     wrong = [(i, a) for i, (a, _) in enumerate(answers) if a != str(WORDS * i + added)]
     program.check("each process has the right sum", not wrong, wrong[:5])
     program.value("sums", [answer for answer, _ in answers])
-    program.launches = 1  # The counts of a process end with it; this one stays.
+    program.launches = 1  # Launches of ended processes are not counted; this process made one.
 
 
 if __name__ == "__main__":

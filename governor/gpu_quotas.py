@@ -1,4 +1,4 @@
-"""The quotas that are granted on the node's GPUs, of containers and of claims, and what is left."""
+"""The quotas of containers and claims that are granted on the node's GPUs, and what is left."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Opener:
 
     @contextlib.contextmanager
     def _turn(self, ending: threading.Event) -> Iterator[None]:
-        """Wait until few enough other GPUs of the node are tested."""
+        """Wait until few enough other GPUs of the node are being tested."""
         while not self._turns.acquire(timeout=TURN_S):
             if ending.is_set():
                 raise NotProbedError("the governor ends")

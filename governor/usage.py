@@ -235,7 +235,7 @@ class Debt:
     def _note_new(self, began_ns: int, after: Charge) -> None:
         """Note until when a context may be new: a while after the last report of taken memory.
 
-        A report of nothing only asks for a sample.
+        A report of zero bytes only requests a sample.
         """
         last_ns, self._last_ns = self._last_ns, began_ns
         if last_ns < after.provisional_ns <= began_ns:

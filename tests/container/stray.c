@@ -3,12 +3,12 @@
  * at which the test put it.
  *
  *   stray WAY...   each way is a step; the steps run in the given order:
- *     join         register through cuInit of the control library, and make a context there
- *     own          make a context with the driver's own library
+ *     join         register through cuInit of the control library, and create a context there
+ *     own          create a context with the driver's own library
  *     take:BYTES   allocate this amount with the library of the last join or own
  *     bursts:BYTES hold this amount for 0.9 s, then nothing for 0.3 s, in an endless loop
  *     burn:MS      keep the GPU busy for this time with the last library, in kernels of 1 ms
- *     began        make the file /out/began
+ *     began        create the file /out/began
  *     sleep:MS     wait
  *     tick         append a byte to /out/ticks every 10 ms until killed
  *     child        run the following steps in a child, and wait for its end

@@ -171,7 +171,9 @@ def test_a_place_that_the_image_has_no_room_for_is_logged(node: HookNode, runc: 
 
 
 def test_a_place_that_fails_half_way_leaves_nothing(node: HookNode, runc: Runtime) -> None:
-    """The hook makes the first directory on the way, the file system refuses the second, and the first is removed."""
+    """The hook creates the first directory of the path, the file system refuses the second, and the
+    first is removed.
+    """
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     name = "n" * 300
@@ -255,7 +257,7 @@ def test_the_set_decides_on_32_bit_libraries_too(node: HookNode, runc: Runtime) 
         ("room", f"/{TARGET32} in the image is not empty"),
     ],
 )
-def test_an_image_that_cannot_take_32_bit_libraries(
+def test_an_image_that_cannot_take_32_bit_libraries_gets_none(
     node: HookNode, runc: Runtime, lack: str, message: str
 ) -> None:
     """If they are asked for by name, the start fails; as a part of `all` they are left out."""
@@ -304,7 +306,7 @@ def test_unreachable_32_bit_libraries_fail_the_start(node: HookNode) -> None:
     assert "does not lead to the driver's 32-bit libraries and cannot be replaced" in done.stderr
 
 
-def test_a_driver_without_32_bit_libraries(node: HookNode) -> None:
+def test_32_bit_libraries_that_the_driver_lacks_are_refused(node: HookNode) -> None:
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     for entry in manifest["sets"]:

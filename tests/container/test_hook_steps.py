@@ -1,8 +1,8 @@
-"""Races that always hit: what the hook walks, makes and mounts on is changed while the hook is
-stopped between two system calls.
+"""Races that always hit: the paths that the hook walks, creates and mounts on are changed while the
+hook is stopped between two system calls.
 
 A race that swaps in a loop next to the hook may miss the window for years. These tests hit each
-window, by exchanging names at every step in turn, and by single changes at the steps that make,
+window, by exchanging names at every step in turn, and by single changes at the steps that create,
 write, rename and mount.
 """
 
@@ -165,7 +165,7 @@ def test_directories_that_are_links_now_and_then(
 
 
 def makes(name: str) -> Callable[[SystemCall], bool]:
-    """Return a test for the step that makes a file of this name."""
+    """Return a predicate for the step that creates a file of this name."""
     return lambda s: s.name == "openat" and s.path == name and bool(s.numbers[2] & O_CREAT)
 
 
@@ -178,7 +178,7 @@ def opens(path: str, *, inside: bool = True) -> Callable[[SystemCall], bool]:
 
 
 def reads_again(path: str) -> Callable[[SystemCall, list[SystemCall]], bool]:
-    """Return a test for the step that opens for reading what the previous step opened with
+    """Return a predicate for the step that opens for reading what the previous step opened with
     O_PATH.
     """
     return lambda s, before: (
@@ -187,7 +187,7 @@ def reads_again(path: str) -> Callable[[SystemCall, list[SystemCall]], bool]:
 
 
 def mounts(number: int) -> Callable[[SystemCall, list[SystemCall]], bool]:
-    """Return a test for the mount with this number, counted from 0."""
+    """Return a predicate for the mount with this number, counted from 0."""
     return lambda s, before: (
         s.name == "move_mount" and [b.name for b in before].count("move_mount") == number
     )

@@ -208,7 +208,7 @@ AWAY = {
 
 
 @pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)
-def test_a_process_whose_governor_died_in_the_middle_keeps_going(governed, fields):
+def test_a_process_continues_whatever_its_page_had_when_the_governor_died(governed, fields):
     process = governed.start(
         "--seconds", "2", "--threads", "2", "--wait-file", str(governed.work / "end")
     )

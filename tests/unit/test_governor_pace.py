@@ -41,7 +41,7 @@ def test_no_interval_exceeds_its_rate_and_one_burst(
             assert j <= burst + (end - begin) / each_s + 1e-6
 
 
-def test_a_burst_passes_and_later_events_pass_in_their_time() -> None:
+def test_a_burst_passes_and_later_events_pass_at_the_rate() -> None:
     one = RateLimiter(0.5, 3)
     assert [one.may(100.0) for _ in range(4)] == [True, True, True, False]
     assert one.wait(100.0) == pytest.approx(0.5)
@@ -108,7 +108,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_connections_beyond_the_pace_wait_in_the_queue(play: Play) -> None:
+def test_connections_beyond_the_rate_wait_in_the_queue(play: Play) -> None:
     async def scene(path: Path) -> None:
         served = []
 
@@ -172,7 +172,7 @@ def test_served_connections_end_with_the_listener(play: Play) -> None:
 
 
 def test_a_connection_whose_task_has_not_begun_ends_with_the_listener(play: Play) -> None:
-    """A task that is cancelled before its first step runs no `finally` of what it serves."""
+    """A task that is cancelled before its first step runs no `finally` of its coroutine."""
 
     async def scene(path: Path) -> None:
         accepted = []

@@ -1,4 +1,4 @@
-"""The test that shows whether driver calls have an effect on a GPU, on the simulated GPU and with calls that have none."""
+"""The probe of the driver calls' effect: on the simulated GPU, and with calls that have none."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) 
 
 @pytest.mark.parametrize("n_before", [0, 1, 2, 3, 4])
 def test_beside_another_process_nothing_is_concluded(gpu: SimpleNamespace, n_before: int) -> None:
-    """It comes before the test or during it; beside it, all work takes longer."""
+    """The other process starts before the test or during it; beside it, all work takes longer."""
     answers = iter([set()] * n_before + [{1}] * 9)
     with pytest.raises(NotProbedError, match=r"^other processes use it$"):
         run_probe(gpu, others=lambda: next(answers))
 
 
-def test_what_has_no_effect_beside_another_process_may_have_one(gpu: SimpleNamespace) -> None:
+def test_a_missing_effect_beside_another_process_proves_nothing(gpu: SimpleNamespace) -> None:
     hardware = Broken(gpu.hardware, "switch", None)
     answers = iter([set(), {1}])
     with pytest.raises(NotProbedError, match=r"^other processes use it$"):
@@ -176,7 +176,7 @@ def test_results_hold_for_a_gpu_a_driver_and_this_test(tmp_path: Path) -> None:
 
 
 class FakeNvml:
-    """A real GPU, as far as the choice asks."""
+    """NVML of a real GPU, as far as the choice of a runner uses it."""
 
     def __init__(self, processes: Sequence[ProcessMemory] = ()) -> None:
         self._processes = tuple(processes)
@@ -200,7 +200,7 @@ SCREEN = (ProcessMemory(7, 1 << 20, computes=False),)
 
 
 class Openings:
-    """A governor's part that opens GPUs, with a given result of their test."""
+    """The part of a governor that opens GPUs, with a given result of their test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
         self.state = state

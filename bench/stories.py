@@ -348,7 +348,7 @@ def play(
     programs: Sequence[str] = (),
     machine: Callable[[Path, Path], Machine] | None = None,
 ) -> NoReturn:
-    """Play the story with its script at the path `story`, and exit with its status.
+    """Play the story whose script is at the path `story`, and exit with its status.
 
     `simgpu` are options of `simgpu create`, `programs` are additional built programs for
     containers; `real` allows a real GPU, and `machine` makes a machine other than the default.

@@ -91,7 +91,7 @@ def make_grant(
             "strategy": int(strategy == "mps"),
             "work_class": int(quota.is_latency),
             "parking": int(quota.parking),
-            # The memory of a container that may be parked gets its place when it is needed.
+            # The memory of a container that may be parked gets room on the GPU when it needs it.
             "resident": int(not quota.parking),
         }
         for device in devices

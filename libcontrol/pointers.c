@@ -1,10 +1,9 @@
 /*
- * Answers about addresses, for blocks that only the library knows as what they are to the
- * application; see parking.h.
+ * Answers to queries about the addresses of blocks that may be parked; see parking.h.
  *
- * To the driver, such a block is a mapping of a physical allocation. What it says about one differs
- * in a few attributes from what it says about memory of cuMemAlloc, and changes when the memory is
- * parked and moved back.
+ * To the application, such a block is memory of cuMemAlloc; to the driver, it is a mapping of a
+ * physical allocation. The driver's answers about it differ in a few attributes from those about
+ * memory of cuMemAlloc, and change when the memory is parked and moved back.
  */
 #include "parking.h"
 
@@ -18,7 +17,7 @@
 #define CU_POINTER_ATTRIBUTE_MAPPING_SIZE               18
 #define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR          19
 
-/* Replaces the driver's answer about an attribute, where it would be another for memory of
+/* Replaces the driver's answer about an attribute if it would be different for memory of
  * cuMemAlloc. */
 static void correct(void *data, CUpointer_attribute attribute, const struct parking_block *block)
 {
@@ -40,10 +39,10 @@ static void correct(void *data, CUpointer_attribute attribute, const struct park
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
         *(size_t *)data = block->bytes;
         break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: /* 0 by the driver, of any width */
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: /* the driver stored a 0 of any width */
         *(char *)data = !parking_is_import(block);
         break;
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: /* 1 by the driver, of any width */
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: /* the driver stored a 1 of any width */
         *(char *)data = 0;
         break;
     default:
@@ -102,8 +101,8 @@ void parking_await_copy(CUstream stream, CUresult *resultp)
     parking_sync_end();
 }
 
-/* The driver has this attribute for memory of cuMemAlloc alone. It is set for memory that other
- * devices access, which has to stay where it is. From then on, the copies of all memory wait. */
+/* The driver has this attribute only for memory of cuMemAlloc. It is set for memory that other
+ * devices access, which has to stay where it is. From then on, all copies are waited for. */
 CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
                                               CUdeviceptr ptr)
 {

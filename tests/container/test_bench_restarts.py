@@ -20,7 +20,7 @@ def test_the_pauses_after_each_kill_are_kept(require, build_dir: Path, tmp_path:
     assert json.loads(kept.read_text())["summary"] == report["summary"]
 
 
-def test_a_pause_that_began_before_or_ended_after_counts_whole() -> None:
+def test_a_pause_that_extends_beyond_the_interval_counts_in_full() -> None:
     ms = 1_000_000
     times = [one * ms for one in (0, 10, 60, 70, 80, 200)]
     assert restarts.longest_gap_ms(times, 65 * ms, 75 * ms) == 10

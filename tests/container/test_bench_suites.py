@@ -1,5 +1,5 @@
 """Every suite of bench.quota, shortened, in containers on the simulated GPU: it runs, its results
-are kept, and the page has a part for it.
+are kept, and the page has a section for it.
 
 The assertions on shares are coarse: this machine has few processors, and other programs use them.
 """
@@ -31,10 +31,11 @@ SMALL = {
 }
 NATIVE = ("aggregate", "graphs")
 LONGER = ("shapes",)
-"""A container that starts late, on a machine that does much else, got 17 % of its 30 % in a second."""
+"""Suites that run for longer than a second: in that time, a container that started late on a busy
+machine got 17 % instead of its 30 %."""
 WAITS = Arm((ArmContainer(90, 50),), settings={"hold_launches": False}, native=False)
-"""An arm without held launches: those that do not fit wait for the end of the grant, which does not come if it is
-extended.
+"""An arm without held launches: launches that do not fit wait for the end of the grant, which does
+not come if the grant is extended.
 """
 
 
@@ -64,7 +65,7 @@ def test_sixty_four_containers_share_a_gpu(
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_kernels_that_outlast_their_grants_take_nothing_of_a_neighbours_share(
+def test_kernels_that_outlast_their_grants_take_nothing_from_a_neighbours_share(
     tmp_path: Path, require: Callable[..., None], build_dir: Path
 ) -> None:
     """If overruns are not charged, kernels of 2 s at 10 % get 39 % of this GPU, and the neighbour
@@ -124,7 +125,7 @@ def keep(report: dict[str, Any], where: Path) -> dict[str, Any]:
     return kept
 
 
-def test_each_suite_is_kept_and_has_its_part_of_the_page(
+def test_each_suite_is_kept_and_has_a_section_of_the_page(
     results: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     kept = {f"x-{suite}": keep(report, tmp_path / suite) for suite, report in results.items()}
@@ -168,7 +169,7 @@ def test_the_same_work_ran_without_tidegate(results: dict[str, dict[str, Any]]) 
     assert results["aggregate"]["summary"]["two-500us"]["native"]["sum"] > 60
 
 
-def test_changes_are_followed_on_the_time_of_the_samples(
+def test_events_have_times_of_the_samples_and_shares_follow_them(
     results: dict[str, dict[str, Any]],
 ) -> None:
     arms = results["settle"]["arms"]

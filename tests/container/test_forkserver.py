@@ -549,7 +549,7 @@ def test_a_caller_with_another_root_directory_is_not_served(
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: HookNode) -> None:
+def test_a_state_that_is_too_large_is_refused_with_the_same_line(front: HookNode) -> None:
     data = b'{"annotations": {"a": "' + b"x" * (5 << 20)
     results = [
         subprocess.run([*hook, "createRuntime"], input=data, capture_output=True, check=False)

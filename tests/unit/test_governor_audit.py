@@ -327,7 +327,7 @@ def test_utilisation_is_sampled_where_a_container_has_memory(
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
 
 
-def test_use_of_a_gpu_that_was_not_granted_is_shown_and_no_violation(
+def test_use_of_a_gpu_that_was_not_granted_is_shown_but_is_no_violation(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world(on_violation="stop")
@@ -383,7 +383,7 @@ def test_processes_on_another_gpu_fill_neither_the_log_nor_the_memory(
     assert 0 < len(made.play(scene())) <= 2 * LINES
 
 
-def test_stopping_kills_once_each_time(world: Callable[..., AuditWorld]) -> None:
+def test_stopping_kills_a_container_once(world: Callable[..., AuditWorld]) -> None:
     made = world(on_violation="stop")
     one = made.add("one")
     made.owners = {1: one}
@@ -431,7 +431,7 @@ def test_a_container_is_frozen_and_thawed_without_samples(
     assert [one["event"] for one in logs] == ["violation", "container-frozen", "container-thawed"]
 
 
-def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be(
+def test_containers_that_share_a_claim_are_frozen_together_as_far_as_possible(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
@@ -570,7 +570,7 @@ def test_if_the_record_cannot_be_written_nothing_stays_frozen(
         '{"frozen": [{"hierarchy": "", "cgroup": "/tidegate-is-not-there"}]}', "\udcff",
     ],
 )  # fmt: skip
-def test_a_record_of_any_kind_stops_no_governor(
+def test_a_governor_starts_whatever_its_record_contains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     (tmp_path / "frozen.json").write_bytes(content.encode("utf-8", "surrogateescape"))

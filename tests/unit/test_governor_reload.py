@@ -313,7 +313,7 @@ def test_a_sighup_before_the_handler_exists_is_pending(node: GovernorNode) -> No
     wait_for(lambda: node.events("configuration-loaded"), "what became of the hangup")
 
 
-def test_many_at_once_are_done_one_after_the_other(node: GovernorNode) -> None:
+def test_simultaneous_reloads_are_done_one_after_the_other(node: GovernorNode) -> None:
     node.write(placement="pack")
     commands = [
         subprocess.Popen(
@@ -376,7 +376,7 @@ def test_only_options_without_a_restart_are_applied() -> None:
 def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Otherwise the error would come only with the first container, and no process could register."""
+    """Otherwise the error would appear only with the first container: no process could register."""
     with tempfile.TemporaryDirectory() as short:
         fits = f"{short}/{'d' * (64 - len(short))}"
         assert daemon.main(["--runtime-dir", f"{fits}x"]) == 75

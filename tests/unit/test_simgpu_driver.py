@@ -110,7 +110,7 @@ def test_small_memory_shares_slabs_of_2_mib(
 
 
 @pytest.mark.usefixtures("context")
-def test_managed_memory_takes_nothing_of_the_device(driver: SimulatedDriver) -> None:
+def test_managed_memory_takes_no_device_memory(driver: SimulatedDriver) -> None:
     address = driver.get("cuMemAllocManaged", 4096 * MIB, 1)
     assert driver.free_memory() == 512 * MIB
     driver.call("cuMemsetD32_v2", address, 7, 2)
@@ -172,7 +172,7 @@ def test_the_primary_context_lives_while_it_is_retained(driver: SimulatedDriver,
 
 
 @pytest.mark.usefixtures("context")
-def test_copies_and_fills_are_real(driver: SimulatedDriver) -> None:
+def test_copies_and_fills_change_the_memory(driver: SimulatedDriver) -> None:
     source = driver.allocate(4 * MIB)
     target = driver.allocate(4 * MIB)
     driver.call("cuMemcpyHtoD_v2", source, ctypes.c_char_p(b"12345678"), 8)
@@ -189,7 +189,7 @@ def test_a_copy_beyond_an_allocation_is_refused(driver: SimulatedDriver) -> None
     assert driver.try_call("cuMemcpyHtoD_v2", 4096, words, 16) == INVALID_VALUE
 
 
-def test_an_asynchronous_copy_comes_at_its_place_in_the_stream(
+def test_an_asynchronous_copy_runs_at_its_place_in_the_stream(
     driver: SimulatedDriver, context: Context
 ) -> None:
     stream = driver.stream()
@@ -626,7 +626,7 @@ def address(driver: SimulatedDriver, symbol: str) -> int:
         ("cuCtxSynchronize", 12090, 0, "cuCtxSynchronize"),
     ],
 )
-def test_a_base_name_is_the_newest_function_of_that_version(
+def test_a_base_name_resolves_to_the_newest_function_of_that_version(
     library: SimulatedDriver, name: str, version: int, flags: int, symbol: str
 ) -> None:
     assert find(library, name, version, flags) == (0, address(library, symbol), 0)
@@ -698,7 +698,7 @@ def test_the_environment_decides_whether_the_device_has_mps(
         ("5", []),
     ],
 )
-def test_visible_devices_narrow_and_order_what_there_is(
+def test_visible_devices_select_and_order_the_devices(
     library: SimulatedDriver,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -747,7 +747,7 @@ def test_the_python_module_and_the_library_agree_on_the_layout() -> None:
 
 
 def test_kernels_on_two_gpus_meet(library: SimulatedDriver, tmp_path: Path) -> None:
-    """The first kernel spins, which is GPU time, until the other begins. Then both work and end."""
+    """The first kernel spins, using GPU time, until the other begins. Then both work and end."""
     gpus = simgpu.create(tmp_path / "gpus", memory=2048 * MIB, devices=2)
     with library.attached(gpus[0].parent) as driver:
         contexts = [driver.context(device) for device in range(2)]

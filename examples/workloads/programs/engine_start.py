@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts like a serving engine: sizes its cache by what is free, and uses it to the end.
+"""Starts like a serving engine: sizes its cache by the free memory, and fills all of it.
 
 It is not one of the compared programs: `tests.gpu.starts` runs it. It prints a line of JSON; an
 error, such as torch.OutOfMemoryError, ends it with status 1.

@@ -305,7 +305,7 @@ def kill_governor(bench: Bench, running: Sequence[Running]) -> list[dict[str, in
         time.sleep(away)
         bench.node.start_governor()
         returned = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-        say(f"  the governor was away for {(returned - killed) / 1e9:.2f} s")
+        say(f"  no governor ran for {(returned - killed) / 1e9:.2f} s")
         watch(running, time.monotonic() + BETWEEN_S)
         until = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         events.append({"killed_ns": killed, "returned_ns": returned, "until_ns": until})

@@ -9,14 +9,14 @@ PARKING = """\
 ## Models that do not fit together
 
 `python -m bench.parking` starts models in containers on a GPU that grants memory for about half of
-them, and asks each in turn, so the model that is asked comes back from host memory while another
-one leaves. *First kernel* is the time from the question until a kernel of the model has ended;
+them, and sends a request to each in turn: that model comes back from host memory while another
+one leaves. *First kernel* is the time from the request until a kernel of the model has ended;
 without Tidegate, with the GPU to itself, that takes less than a millisecond. The longest ones are
 the first of each run, while host memory is still being pinned. *Rate* is that of the contents that
 come back. The neighbour is a container that always has work and stays on the GPU: its speed while
 models move, in percent of its speed while none does.
 
-Each model compares an answer and a part of its contents at each question, and all contents in the
+Each model checks its answer and a part of its contents at each request, and all contents at the
 end; all were right, and no container held more than its quota. The models hold either blocks of the
 driver API or the weights of a model in PyTorch.
 
@@ -25,15 +25,16 @@ given in percent of what one of them delivers alone.
 """
 TITLES = (
     "result", "models", "granted", "came back", "first kernel: median", "longest", "rate",
-    "the neighbour", "two in turns",
+    "the neighbour", "two taking turns",
 )  # fmt: skip
 
 
 DEATHS = """\
 With `--parts deaths`, two containers that do not fit together share the GPU in turns, while 8
-processes of each allocate and free at random in 64 threads, and are killed all the time. The run
-fails if a container uses more than its quota for longer than a second by NVML's numbers, if a call
-fails for another reason than memory, or if memory of the GPU or the host remains in the end.
+processes of each allocate and free at random in 64 threads, and are killed continuously. The run
+fails if a container uses more than its quota for longer than a second according to NVML, if a call
+fails for a reason other than a lack of memory, or if memory of the GPU or the host is left at the
+end.
 """
 DEATHS_TITLES = (
     "result", "quotas", "killed", "allocations", "parked", "most used", "left on the GPU",

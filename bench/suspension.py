@@ -200,7 +200,7 @@ def judge(report: Mapping[str, Any]) -> list[str]:
         freed = one["before"]["used"] - one["during"]["used"]
         least = max(report["held"], one["before"]["process"])
         if freed < least:
-            found.append(f"round {i}: {freed} bytes were freed, of at least {least}")
+            found.append(f"round {i}: {freed} bytes were freed; expected at least {least}")
         if one["during"]["process"]:
             found.append(f"round {i}: its process has {one['during']['process']} bytes on the GPU")
     for i, (one, then) in enumerate(itertools.pairwise(report["rounds"]), 1):

@@ -281,7 +281,7 @@ class AllocationTable:
                 )
             if gpu.closed is not None:
                 raise RefusedError(
-                    f"GPU {gpu.device.index} takes no container now: {gpu.closed}",
+                    f"GPU {gpu.device.index} accepts no containers at present: {gpu.closed}",
                     hint="name another, or see the governor's log",
                 )
 
@@ -339,7 +339,8 @@ class AllocationTable:
         taking = [gpu for gpu in fitting if gpu.closed is None]
         if not taking:
             raise RefusedError(
-                f"GPU {fitting[0].device.index} takes no container now: {fitting[0].closed}",
+                f"GPU {fitting[0].device.index} accepts no containers at present:"
+                f" {fitting[0].closed}",
                 hint="try again, or see the governor's log",
             )
         rooms = {gpu.device.uuid: self._gpus.room(gpu, quota) for gpu in taking}

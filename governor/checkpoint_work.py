@@ -144,7 +144,7 @@ class Checkpointing:
         try:
             for pid in self._alive:
                 if self._state(pid) == FAILED:
-                    raise CheckpointError(f"process {pid}: an earlier attempt has failed for good")
+                    raise CheckpointError(f"process {pid}: an earlier attempt failed permanently")
                 self._step(pid, RUNNING, self._driver.lock, wait_ms)
             for pid in self._alive:
                 if self._step(pid, LOCKED, self._driver.checkpoint):

@@ -94,7 +94,7 @@ class ClaimShares:
         for gpu in gpus:
             why = gpu.lost or gpu.closed
             if why is not None:
-                what = "takes no container now" if gpu.lost is None else "does not answer"
+                what = "accepts no containers at present" if gpu.lost is None else "does not answer"
                 raise RefusedError(
                     f"GPU {gpu.device.index} of {claim} {what}: {why}",
                     hint="see the governor's log and the kernel's",

@@ -37,9 +37,9 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
             "the container has a device of tidegate.gpu/shared, but no annotation that says how"
             " much memory it may use",
             hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine did not"
-            " pass it to the hook, as with each handler of containerd except tidegate (run tidegate"
-            " setup containerd, then set runtimeClassName: tidegate); or set defaults.memory in the"
-            " node's configuration",
+            " pass it to the hook, as happens with every containerd handler except tidegate (run"
+            " tidegate setup containerd, then set runtimeClassName: tidegate); or set"
+            " defaults.memory in the node's configuration",
         )
     if memory is None:
         raise RefusedError(
@@ -81,7 +81,7 @@ def check_count(count: int, request: Request) -> None:
     """Refuse a number of GPUs that no container can have."""
     if count > N_DEVICES:
         raise RefusedError(
-            f"{count} GPUs were requested, but a container may have {N_DEVICES}",
+            f"{count} GPUs were requested, but a container may have at most {N_DEVICES}",
             hint=f"ask for {N_DEVICES} at most",
         )
     if request.strategy == "mps" and count > 1:

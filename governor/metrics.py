@@ -99,7 +99,7 @@ NODE_METRICS = (
         (),
         "Memory quotas of all containers that may be parked, added up",
     ),
-    _gauge("host_memory_limit_bytes", (), "The most that may be needed (memory.host)"),
+    _gauge("host_memory_limit_bytes", (), "Upper limit of what may be needed (memory.host)"),
 )
 GPU_METRICS = (
     _gauge("gpu_info", (*GPU, "name", "strategy"), "Always 1; name and strategy are in the labels"),
@@ -119,7 +119,7 @@ GPU_METRICS = (
     _counter(
         "gpu_lent_seconds",
         GPU,
-        "Of what was charged, time beyond the guarantee of containers that may exceed it",
+        "Part of the charged time: beyond the guarantees of containers that may exceed them",
     ),
     _counter(
         "gpu_handover_seconds",
@@ -155,7 +155,7 @@ CONTAINER_METRICS = (
     _counter(
         "container_lent_seconds",
         CONTAINER,
-        "Of that, time beyond its guarantee, by the second, if it may exceed it",
+        "Part of the charged time: beyond its guarantee, second by second, if it may exceed it",
     ),
     _counter(
         "container_handover_seconds",
@@ -168,7 +168,11 @@ CONTAINER_METRICS = (
         CONTAINER,
         "Waits for grants, from when the governor sees that it wants the GPU",
     ),
-    _counter("container_grants_overdue", CONTAINER, "Grants that had to be taken back from it"),
+    _counter(
+        "container_grants_overdue",
+        CONTAINER,
+        "Grants that were revoked because it gave them back too late",
+    ),
     _counter("container_launches", CONTAINER, "Calls that started work, by its own count"),
     _counter("container_waits", CONTAINER, "Of those, calls that had to wait for GPU time"),
     _counter("container_wait_seconds", CONTAINER, "Time for which they waited"),

@@ -132,7 +132,7 @@ class Opener:
             if known:
                 raise NotProbedError(known) from e
             if self._config.scheduling != "hardware" or ending.is_set():
-                raise NotProbedError(f"whether it can be steered was not tested: {e}") from e
+                raise NotProbedError(f"it was not tested whether it can be steered: {e}") from e
             log.info("gpu-not-probed", gpu=self._device.index, error=str(e))
         else:
             self._works = True

@@ -140,7 +140,7 @@ def open_grant(path: Path) -> mmap.mmap:
     )
     if found != (layout.GRANT_MAGIC, layout.VERSION, layout.GRANT_FILE_SIZE):
         page.close()
-        raise PageError("it has a different magic, version or size in it")
+        raise PageError("its magic number, version or size is wrong")
     return page
 
 

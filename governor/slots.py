@@ -315,7 +315,7 @@ class Slots:
                     "process-returned", container=self._name, pid=pid, slot=process.slot
                 )
                 return
-        raise RuntimeError("it says that it is registered, but it is not")
+        raise RuntimeError("it claims to be registered, but it is not")
 
     def _enter(self, process: RegisteredProcess) -> None:
         """Put a process into its slot."""

@@ -115,8 +115,8 @@ static enum arena_need arena_need(uint64_t size)
     static bool logged;
 
     if (size > pages_now.arena_size) {
-        move_log(&logged, "memory is not parked: the host memory for it was made for a smaller "
-                          "quota, or not at all");
+        move_log(&logged, "memory is not parked: no host memory, or memory for a smaller quota, "
+                          "was allocated for it");
         return ARENA_WAIT;
     }
     if (size <= arena_pinned)
@@ -423,8 +423,8 @@ static bool move_in(void)
     /* The program's calls then return the driver's error. */
     if (moved == MOVE_FAILED) {
         given_up = true;
-        control_log("parked memory cannot be moved back to the GPU: the driver answers with an "
-                    "error, and the program's next calls do as well");
+        control_log("parked memory cannot be moved back to the GPU: the driver returns an "
+                    "error, and so will the program's next calls");
     }
     parking_turn(PARKING_IN, moved == MOVED_BACK ? PARKING_PARKED : PARKING_RESIDENT);
     report();

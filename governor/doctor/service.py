@@ -138,7 +138,7 @@ def gpus(node: ExaminedNode) -> Iterator[Finding]:
             )
         elif gpu["closed"] is not None:
             yield warning(
-                f"GPU {gpu['index']} takes no container now: {gpu['closed']}",
+                f"GPU {gpu['index']} accepts no containers at present: {gpu['closed']}",
                 "tidegate events --all shows what its MPS server did",
             )
         else:

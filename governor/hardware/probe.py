@@ -247,8 +247,8 @@ def _switch(hardware: Hardware[Any], worker: Worker, held: Sequence[Any]) -> Non
             return
         # The process continued, or was late: its work had ended before, or had not begun.
     if n_worked_on == N_TRIES:
-        raise WithoutEffectError("a process that was switched off worked on")
-    raise NotProbedError("the processes that work on it wait for a processor")
+        raise WithoutEffectError("a process that was switched off continued to work")
+    raise NotProbedError("the processes that work on it had to wait for a CPU")
 
 
 def _race(

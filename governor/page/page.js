@@ -129,7 +129,7 @@ function renderFacts(gpu, parts) {
   const divides = gpu.scheduling === "hardware" ? "its own scheduler divides its time" : "grants divide its time";
   parts.facts.replaceChildren(`${gpu.uuid}, shared by ${gpu.strategy}; ${divides}`);
   if (gpu.not_steered) parts.facts.append(", not its own scheduler: ", foreign(gpu.not_steered, 400));
-  const troubles = [["does not answer, and no part of it is granted", gpu.lost], ["takes no container now", gpu.closed]];
+  const troubles = [["does not answer, and no part of it is granted", gpu.lost], ["accepts no containers at present", gpu.closed]];
   parts.trouble.replaceChildren(...troubles.filter(([, why]) => why !== null)
     .map(([what, why]) => make("span", {class: "bad"}, `\u26a0 It ${what}: `, foreign(why, 400))));
 }

@@ -22,8 +22,8 @@ from governor.setup.services import processes
 
 CONFIG = "/etc/docker/daemon.json"
 UNDONE = (
-    "systemctl restart docker    # a reload forgets no runtime; containers end, "
-    "unless live-restore is on"
+    "systemctl restart docker    # a reload does not remove a runtime; containers "
+    "are stopped unless live-restore is on"
 )
 # Other places for dockerd's options: units (systemd.unit(5)), and files of its packages.
 UNITS = (

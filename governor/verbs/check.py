@@ -199,7 +199,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
         lines.append("  ".join(cells).rstrip())
     lines += [f"GPU {gpu['index']} is lost: {gpu['lost']}" for gpu in gpus if gpu["lost"]]
     lines += [
-        f"GPU {gpu['index']} takes no container now: {gpu['closed']}"
+        f"GPU {gpu['index']} accepts no containers at present: {gpu['closed']}"
         for gpu in gpus
         if gpu["closed"]
     ]

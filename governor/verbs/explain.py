@@ -199,8 +199,8 @@ def _parking(request: Request, config: Config) -> str:
         return "allowed, but not possible with several GPUs"
     size = request.memory or config.defaults.memory or 0
     return (
-        f"allowed: while it is idle, its memory may be parked in host memory, of which this node"
-        f" keeps {show_memory(memory.host_limit)} for that; this container counts with"
+        f"allowed: while it is idle, its memory may be parked in host memory; this node reserves"
+        f" {show_memory(memory.host_limit)} for that, of which this container needs up to"
         f" {show_memory(size)}"
     )
 

@@ -23,8 +23,8 @@ from governor.listing import Listing, columns, percent, safe, table, trouble_lin
 SUMMARY = "Show GPUs and containers live"
 EPILOG = """\
 On a terminal the screen is redrawn: q quits, the space bar redraws at once. Output to a pipe or a
-file is plain lines. The columns are those of tidegate ps. If the governor goes away, the command
-says so and waits for it.
+file is plain lines. The columns are those of tidegate ps. If the governor stops, the command
+reports it and waits until it runs again.
 
 """
 BARS = ((120, 20), (95, 10), (0, 5))
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="interval between updates (default %(default)g)",
     )
     parser.add_argument(
-        "--count", type=_count, metavar="N", help="number of updates (default: without end)"
+        "--count", type=_count, metavar="N", help="number of updates (default: unlimited)"
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"

@@ -152,7 +152,7 @@ static void keep_to_the_own(void)
     }
     page = open(OWN "/grant", O_RDONLY | O_CLOEXEC);
     if (page < 0)
-        printf("WORKED: not even the own page can be read\n");
+        printf("WORKED: even the container's own page cannot be read\n");
     result(ftruncate(page, 0), "ftruncate", OWN);
     result(fchmod(page, 0777), "fchmod", OWN);
     result(write(page, "x", 1) == 1 ? 0 : -1, "write", OWN);

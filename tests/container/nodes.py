@@ -32,7 +32,7 @@ def clear(node: BenchNode) -> None:
     for container in node.running:
         node.delete(container)
     node.running.clear()
-    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
+    wait_for(lambda: not ask(node.config, "list")["containers"], "no container to be registered")
 
 
 def start_worker(

@@ -204,7 +204,7 @@ def used(site: EngineSite, kind: type[Engine]) -> Iterator[Engine]:
     yield found
     for started in found.running.copy():
         found.remove(started)
-    wait_for(lambda: not site.books(), "the books to be empty")
+    wait_for(lambda: not site.books(), "no container to be registered")
 
 
 def old_docker(host: EngineHost) -> bool:

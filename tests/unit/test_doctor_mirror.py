@@ -255,7 +255,7 @@ def test_lost_closed_and_unshared_gpus_are_reported(tmp_path: Path) -> None:
         told["gpus"]["left_out"] = [{"index": 3, "reason": "NVML does not report its memory"}]
         assert [line.partition(" ->")[0] for line in host.check("governor.gpus")] == [
             "warning: GPU 1 is lost: GPU is lost",
-            "warning: GPU 2 takes no container now: its MPS server is being started",
+            "warning: GPU 2 accepts no containers at present: its MPS server is being started",
             "warning: GPU 3 is not shared: NVML does not report its memory",
             "ok: GPU 0 is shared",
         ]

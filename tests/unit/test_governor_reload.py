@@ -310,7 +310,7 @@ def test_a_sighup_before_the_handler_exists_is_pending(node: GovernorNode) -> No
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
     node.start("-c", HANG_UP)
-    wait_for(lambda: node.events("configuration-loaded"), "what became of the hangup")
+    wait_for(lambda: node.events("configuration-loaded"), "the reload that SIGHUP requested")
 
 
 def test_simultaneous_reloads_are_done_one_after_the_other(node: GovernorNode) -> None:

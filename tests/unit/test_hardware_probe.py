@@ -80,7 +80,7 @@ def test_calls_that_work_pass_and_leave_nothing(gpu: SimpleNamespace) -> None:
     ("call", "value", "reason"),
     [
         ("find", [], "the channels of a process were not found"),
-        ("switch", None, "a process that was switched off worked on"),
+        ("switch", None, "a process that was switched off continued to work"),
         ("set_slice", None, "time slices of 8 to 1 had no effect: 60 ms of work took "),
         ("used_ns", {}, "the trace shows 0 ms of 160"),
         (
@@ -283,7 +283,7 @@ def test_a_gpu_that_cannot_be_tested_is_steered_only_if_the_configuration_says_s
     node: Openings, scheduling: str
 ) -> None:
     def expect(reason: str) -> str:
-        untested = f"whether it can be steered was not tested: {reason}"
+        untested = f"it was not tested whether it can be steered: {reason}"
         return "steered" if scheduling == "hardware" else untested
 
     assert node.try_open(scheduling, BUSY) == expect("other processes use it")

@@ -228,8 +228,8 @@ def test_the_hosts_own_root_is_refused_as_by_the_hook(
 
 
 PARKED_WHILE_IDLE = (
-    "allowed: while it is idle, its memory may be parked in host memory, of which this node keeps"
-    " 64Gi for that; this container counts with 8Gi"
+    "allowed: while it is idle, its memory may be parked in host memory; this node reserves"
+    " 64Gi for that, of which this container needs up to 8Gi"
 )
 
 

@@ -58,13 +58,13 @@ def test_a_node_without_daemon_json_gets_one_and_loses_it_again(root, capsys):
             '{\n    "debug": true,\n    "log-opts": {"max-size": "10m"}\n}',
             '{\n    "debug": true,\n    "log-opts": {"max-size": "10m"},\n    "runtimes": {\n        "tidegate": {\n'
             '            "path": "/usr/bin/tidegate-runtime"\n        }\n    }\n}',
-            id="four blanks, no newline at the end",
+            id="four spaces, no newline at the end",
         ),
         pytest.param(
             '{\n\t"runtimes": {\n\t\t"nvidia": {"args": [], "path": "nvidia-container-runtime"}\n\t},\n\t"debug" : false\n}\n',
             '{\n\t"runtimes": {\n\t\t"nvidia": {"args": [], "path": "nvidia-container-runtime"},\n\t\t"tidegate": {\n'
             '\t\t\t"path": "/usr/bin/tidegate-runtime"\n\t\t}\n\t},\n\t"debug" : false\n}\n',
-            id="tabs, and a runtime that is there",
+            id="tabs, and an existing runtime",
         ),
         pytest.param(
             '{"debug":true,"hosts":["unix:///run/docker.sock"]}\n',

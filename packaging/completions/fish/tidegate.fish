@@ -57,7 +57,7 @@ complete -c tidegate -n '_shtab_tidegate_using ps' -l json -d 'print everything 
 complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a top -d 'Show GPUs and containers live.'
 complete -c tidegate -n '_shtab_tidegate_using top' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '_shtab_tidegate_using top' -l interval -x -d 'interval between updates (default 2)'
-complete -c tidegate -n '_shtab_tidegate_using top' -l count -x -d 'number of updates (default: without end)'
+complete -c tidegate -n '_shtab_tidegate_using top' -l count -x -d 'number of updates (default: unlimited)'
 complete -c tidegate -n '_shtab_tidegate_using top' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration file (/etc/tidegate/config.yaml)'
 complete -c tidegate -n '_shtab_tidegate_using top' -l runtime-dir -xka "(__fish_complete_directories)" -d 'the governor'"'"'s directory (/run/tidegate)'
 complete -c tidegate -n '_shtab_tidegate_using top' -l json -d 'print one JSON document on one line for each update'

@@ -61,7 +61,7 @@ class BenchNode:
         self.runtime = runtime
         self.work = machine.work
         self.driver_dir = self.work / "driver"
-        # On a tmpfs, and short: the path of a socket has at most 107 bytes.
+        # On a tmpfs, and short: the path of a socket is limited to 107 bytes.
         self.runtime_dir = Path("/run") / f"tidegate-{os.getpid()}"
         # A benchmark measures either grants or the GPU's own scheduler: the default is not `auto`.
         self.settings = {
@@ -259,7 +259,7 @@ class BenchNode:
                 )
 
     def wait(self, container: Running, timeout: float) -> int:
-        """Wait for a container's end, and return its exit status."""
+        """Wait until a container ends, and return its exit status."""
         try:
             status = container.process.wait(timeout)
         except subprocess.TimeoutExpired as e:

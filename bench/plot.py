@@ -120,7 +120,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def style_sheet(series: int) -> str:
-    """Return the rules of both appearances; readers without media queries get the light one."""
+    """Return the rules of both appearances; viewers without media queries show the light one."""
 
     def rules(theme: Theme) -> str:
         lines = "".join(

@@ -61,7 +61,7 @@ class RefusedAllocation:
 def shares(
     containers: Sequence[ReportedContainer], width: int, span: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Return each container's delivered shares in windows of `width`, all on the same edges."""
+    """Return each container's delivered shares in windows of `width`, all with the same edges."""
     return {one.name: one.progress.windows(width, *span) for one in containers}
 
 
@@ -116,7 +116,7 @@ def build_report(
 
 
 def span_without(containers: Sequence[ReportedContainer]) -> tuple[int, int] | None:
-    """Return the time in which all ran without Tidegate; None if they did not."""
+    """Return the span in which all jobs ran without Tidegate; None if there was no such run."""
     runs = [one.without for one in containers if one.without]
     if not runs:
         return None

@@ -53,7 +53,7 @@ def longest_gap_ms(times: Sequence[int], begin: int, end: int) -> float:
 
 
 def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
-    """Kill the governor `n_kills` times; return the longest pause of each container after each."""
+    """Kill the governor `n_kills` times; return each container's longest pause after each kill."""
     draw = random.Random(1)  # noqa: S311
     tenants = [ArmContainer(share) for share in SHARES]
     events: list[tuple[int, int, int]] = []

@@ -104,8 +104,8 @@ class _Watched:
     registered_ns: dict[int, int] = field(default_factory=dict)
     """When each process was last registered, for processes that were registered recently."""
     limited: dict[int, bool] = field(default_factory=dict)
-    """By index of a GPU on which unregistered processes are to be held to its quota: whether they
-    are."""
+    """Whether unregistered processes are held to the container's quota, by the index of each GPU on
+    which they are to be."""
 
     @property
     def accused(self) -> bool:
@@ -146,7 +146,7 @@ class Auditor:
     # Sampling
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether utilisation samples are needed: if a container had memory on a GPU."""
+        """Return whether a GPU's utilisation samples are needed: a container had memory on it."""
         return any(
             container.findings.seen[i]
             for container in self._containers.values()

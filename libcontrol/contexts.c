@@ -4,8 +4,8 @@
  */
 #include "contexts.h"
 
-/* Called with the lock. If the table is full, a context stays unknown: its end is not noticed, and
- * it counts for the life of the process. */
+/* Called with the lock held. If the table is full, a context stays unknown: its end is not noticed,
+ * and it counts for the life of the process. */
 static void context_enter(CUcontext handle, int device)
 {
     struct context *c = contexts;

@@ -12,21 +12,21 @@ bool (*parking_watch)(void);
 uint32_t parking_n_syncs;
 
 static uint32_t state;        /* futex word: an enum parking_state */
-static uint32_t n_inside;     /* calls under way that entered, in all threads */
+static uint32_t n_inside;     /* calls under way that have entered, in all threads */
 static uint64_t closing_ends; /* when a CLOSING has taken too long */
 
 static struct os_lock use_of_contexts;
 static struct os_lock publish_lock;
 
-/* What the process reports. It is written to the ledger as it is, and again from time to time: the
- * ledger may be another one since (pages_rejoin.c). */
+/* What the process reports. All of it is written to the ledger each time, and again from time to
+ * time, because the ledger may have been replaced (pages_rejoin.c). */
 static struct {
     uint32_t awaiting;
     uint64_t movable, away_ns, moved, move_ns;
 } totals;
 
-/* Nested calls of this thread that have entered, and whether the thread could be cancelled before:
- * one that ended inside the driver would be counted for ever. */
+/* Nested calls of this thread that have entered, and whether the thread could be cancelled before.
+ * A thread that was cancelled inside the driver would be counted for ever. */
 static __thread uint32_t depth;
 static __thread int cancel_before;
 static __thread bool exempt;
@@ -47,8 +47,8 @@ bool parking_turn(enum parking_state from, enum parking_state to)
     return true;
 }
 
-/* Called by threads of the library, and not left: their calls never wait, nor do those that the
- * application makes from callbacks of the driver in them. */
+/* Called by threads of the library, without a matching parking_leave(): their calls never wait, nor
+ * do those that the application makes in callbacks that the driver runs on these threads. */
 void parking_exempt(void)
 {
     depth++;
@@ -75,7 +75,7 @@ bool parking_start(void)
     return false;
 }
 
-/* A page that no longer allows parking orders nothing: it was damaged when the process started. */
+/* A page that no longer allows parking gives no orders: it was damaged when the process started. */
 bool parking_must_leave(void)
 {
     const struct grant_device *grant = pages_grant_device(0);
@@ -214,9 +214,9 @@ bool parking_close(uint64_t patience)
 }
 
 /*
- * Work may wait for a call that waits here: a kernel for a flag that the next copy sets. The calls
- * then continue, and the move is tried again later. The thread that moves memory may be blocked in
- * the driver until that work has ended, so another one ends the CLOSING.
+ * Work may wait for a call that waits here, such as a kernel for a flag that the next copy sets.
+ * The calls then continue, and the move is tried again later. The thread that moves memory may be
+ * blocked in the driver until that work has ended, so another thread ends the CLOSING.
  */
 void parking_expire(void)
 {

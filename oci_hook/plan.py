@@ -57,7 +57,7 @@ class WriteCache(NamedTuple):
     content: bytes
     strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # 32-bit libraries were requested, and only the cache makes them found
+    compat32: bool = False  # 32-bit libraries were requested, which only the cache leads to
     before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
@@ -103,7 +103,7 @@ class CacheMapping(NamedTuple):
     directory: str  # below the container's root
     sonames: tuple[str, ...]
     flags: int = ldcache.FLAGS_X86_64
-    required: bool = False  # programs find them only by the cache
+    required: bool = False  # programs find them only through the cache
 
     @property
     def what(self) -> str:

@@ -121,8 +121,8 @@ class NvidiaHardware:
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
         """Return a process's clients on this GPU; none if it is gone or has no context.
 
-        A `thorough` search takes 2 s, and also finds clients with more than a few thousand newer
-        ones.
+        A `thorough` search takes 2 s, and also finds a client if more than a few thousand newer
+        clients exist.
         """
         # A client has to be newer than those that it searches for.
         with self._open() as probe:

@@ -394,7 +394,7 @@ def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until
 
 
 @pytest.mark.slow
-def test_a_temporary_failure_is_tried_five_times_and_again_after_a_change(machine):
+def test_a_refresh_that_fails_temporarily_is_tried_five_times_and_after_a_change(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.drop_in(REFRESH, "[Service]\nRestartSec=100ms\n")
     control = machine.rootfs / "usr/lib/tidegate" / TRIPLET
@@ -410,7 +410,7 @@ def test_a_temporary_failure_is_tried_five_times_and_again_after_a_change(machin
     assert machine.show(PATH, "ActiveState") == "active"
 
 
-def test_each_place_that_a_driver_comes_to_is_watched_before_it_exists(machine):
+def test_each_path_at_which_a_driver_may_appear_is_watched_before_it_exists(machine):
     machine.boot()
     run = machine.running_root() / "run/nvidia"
     for name, path in (

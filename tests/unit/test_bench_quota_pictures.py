@@ -8,7 +8,7 @@ from bench.quota_pictures import MS, ModelContainer, pictures, play
 from governor.arbiter import load_library
 
 
-def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
+def test_the_committed_pictures_show_what_the_arbiter_decides(build_dir):
     """To fix a failure, run python -m bench.quota_pictures and examine the pictures."""
     for path, drawn in pictures(build_dir).items():
         assert path.read_text() == drawn, path.name

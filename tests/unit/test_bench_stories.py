@@ -47,7 +47,7 @@ def test_a_share_is_the_work_that_was_finished_in_a_span(program) -> None:
     assert share(half, 5000, 4.0, 5.0) == 0
 
 
-def test_stamps_are_of_this_machine_s_clock_whatever_the_gpu_s_says(program) -> None:
+def test_stamps_of_the_gpu_s_clock_are_converted_to_this_machine_s(program) -> None:
     assert program(7 * S, clock_ns=4 * S).times() == [3.0]
 
 
@@ -60,17 +60,17 @@ def test_an_answer_takes_the_time_between_two_answers_less_the_pause(program) ->
     assert answers(requests, 20_000) == pytest.approx([10.0] * 8)
 
 
-def test_few_answers_are_no_measurement(program) -> None:
+def test_too_few_answers_are_an_error(program) -> None:
     with pytest.raises(StoryError, match="answered 3 requests, too few"):
         answers(program(0, 10, 20, 30), 0)
 
 
-def test_a_percentile_is_of_the_values() -> None:
+def test_a_percentile_is_computed_from_the_values() -> None:
     assert percentile([float(i) for i in range(101)], 95) == 95
     assert percentile([1.0, 2.0, 3.0], 50) == 2
 
 
-def test_the_table_has_a_column_for_what_was_met() -> None:
+def test_the_table_shows_which_expectations_were_met() -> None:
     rows = [
         StoryRow("told", "", "8 ms", None),
         StoryRow("good", "at most 9 ms", "8 ms", met=True),

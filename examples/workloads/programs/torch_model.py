@@ -4,9 +4,9 @@
     torch_model.py --bytes N --out DIR
 
 It is not one of the compared programs: `bench.parking --program torch` runs it, with the files of
-model.py. An answer is a pass through all layers. It has to be equal to the first one, bit by bit,
-and so have the weights of one layer that are made again from their seed. In the end the weights of
-all layers are compared in this way.
+model.py. An answer is a pass through all layers. It has to equal the first answer bit for bit, and
+the weights of one layer have to equal those that are generated again from their seed. At the end
+the weights of all layers are compared in this way.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Layers:
         return activations
 
     def begin(self) -> None:
-        """Return when a first kernel has ended."""
+        """Run a first kernel, and return when it has ended."""
         self.input.add_(0)
         torch.cuda.synchronize()
 
     def count_wrong(self, answered: int) -> int:
-        """Return how many of an answer and of a layer's weights are not what they have to be."""
+        """Compute an answer and check a layer's weights; return how many of the two are wrong."""
         wrong = int(not torch.equal(self._run().cpu(), self.expected))
         return wrong + self.count_wrong_blocks([answered % self.n_blocks])
 

@@ -5,7 +5,7 @@ The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects bel
 published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
 numbers, sizes and offsets are the same in every branch from 515 to 595, except where `since` or
 `before` is set.
-`tools/check-driver-calls` compiles this table against that source.
+`python -m tools.check_driver_calls` compiles this table against that source.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ MAP = Layout(
         CallField("flags", "u32", 44),
     ),
 )
-"""The structure of the ioctl is this one, followed by the descriptor to map by (i32) and four bytes
-of padding."""
+"""The ioctl takes this structure, followed by the file descriptor to use for the mapping (i32) and
+four bytes of padding."""
 
 # ---- classes, and what they are allocated with ----
 

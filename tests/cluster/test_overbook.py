@@ -1,4 +1,6 @@
-"""A node that grants more memory than its GPU has offers it to the scheduler, and parks the containers of claims."""
+"""A node that grants more memory than its GPU has offers all of it to the scheduler, and may park
+the memory of containers with claims.
+"""
 
 from __future__ import annotations
 

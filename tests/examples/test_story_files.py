@@ -63,7 +63,7 @@ def test_a_page_has_what_a_reader_looks_for(story):
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_its_annotations_are_accepted(story):
+def test_the_annotations_of_a_story_are_accepted(story):
     for asked in containers(story).values():
         accept(asked)
     if story != "moving-from-hami":
@@ -73,12 +73,12 @@ def test_its_annotations_are_accepted(story):
 @pytest.mark.parametrize(
     "path", sorted(EXAMPLES.glob("*/config.yaml")), ids=lambda path: path.parent.name
 )
-def test_its_configuration_is_accepted(path):
+def test_the_configuration_of_a_story_is_accepted(path):
     read_config(path)
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_its_commands_give_what_the_files_say(story):
+def test_the_commands_of_a_page_use_the_annotations_of_its_files(story):
     said = list(containers(story).values())
     for words in shell_lines(readme(story)):
         program = words[0]
@@ -102,13 +102,13 @@ def test_its_commands_give_what_the_files_say(story):
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_commands_in_its_text_are_parsed(story):
+def test_commands_in_the_text_of_a_page_are_parsed(story):
     for code in re.findall(r"`(tidegate [^`]+)`", readme(story)):
         cli.parser().parse_args(code.split()[1:])
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_annotations_in_its_text_are_accepted(story):
+def test_annotations_in_the_text_of_a_page_are_accepted(story):
     written = re.findall(r"`(tidegate\.gpu/[\w-]+)(?:: |=)\"?([^`\"]+)\"?`", readme(story))
     for name, value in written:
         parse_annotations({name: value})
@@ -117,7 +117,7 @@ def test_annotations_in_its_text_are_accepted(story):
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_its_links_lead_somewhere(story):
+def test_the_links_of_a_page_lead_to_existing_files(story):
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", readme(story)):
         if "://" not in link:
             assert (EXAMPLES / story / link).exists(), link
@@ -181,7 +181,7 @@ def test_the_queue_waits_and_ends_as_the_command_does(tmp_path, status):
     assert done.stderr.count("gpu-queue: ") == 1
 
 
-def test_the_queue_repeats_no_other_failure(tmp_path):
+def test_the_queue_does_not_retry_after_other_failures(tmp_path):
     line = "tidegate: annotation tidegate.gpu/memory is 8Gb; write 8Gi"
     done, tries = queue(tmp_path, COMMAND.format(refusals=9, line=line, status=0))
     assert (done.returncode, tries) == (1, 1)
@@ -194,7 +194,7 @@ def test_the_queue_gives_up_when_no_container_runs(tmp_path):
     assert done.stderr.endswith("gpu-queue: no container is running whose end could make room\n")
 
 
-def test_the_queue_gives_up_after_its_time(tmp_path):
+def test_the_queue_gives_up_after_its_time_limit(tmp_path):
     command = COMMAND.format(refusals=10**6, line=REFUSAL, status=0)
     done, _ = queue(tmp_path, command, GPU_QUEUE_S="0")
     assert done.returncode == 1
@@ -232,7 +232,7 @@ def first_cells(page: str, below: str) -> list[str]:
     return [line.split("|")[1].strip() for line in table][2:]
 
 
-def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
+def test_the_page_of_the_story_and_that_on_kubernetes_agree_about_the_scheduler():
     page = (EXAMPLES / "moving-from-hami/README.md").read_text()
     kubernetes = (EXAMPLES.parent / "docs/howto/kubernetes.md").read_text()
     assert first_cells(page, "## First: who chooses the node") == [
@@ -254,7 +254,7 @@ def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
             assert word in page, word
 
 
-def test_the_kept_pods_are_the_conversions_of_the_others():
+def test_the_committed_pods_are_conversions_of_the_originals():
     assert len(pods()) == 2
     for path in pods():
         before = yaml.safe_load(path.with_name(path.name.replace(".tidegate", "")).read_text())
@@ -319,7 +319,7 @@ def test_settings_without_an_equivalent_are_reported(limits, annotations, line):
     assert not set(after["metadata"]["annotations"]) & set(annotations)
 
 
-def test_variables_of_the_library_go_and_others_stay():
+def test_variables_of_the_library_are_removed_and_others_stay():
     before = pod({"nvidia.com/gpu": 1, "nvidia.com/gpumem": 1000, "nvidia.com/gpucores": 30})
     before["spec"]["containers"][0]["env"] = [
         {"name": "GPU_CORE_UTILIZATION_POLICY", "value": "disable"},
@@ -333,7 +333,7 @@ def test_variables_of_the_library_go_and_others_stay():
     assert any("CUDA_DISABLE_CONTROL has no equivalent" in line for line in said)
 
 
-def test_templates_of_pods_are_found_and_all_else_passes_through():
+def test_pod_templates_are_found_and_all_else_passes_through():
     template = {key: pod({"nvidia.com/gpumem": 500})[key] for key in ("metadata", "spec")}
     meta = {"name": "x"}
     documents = [

@@ -1,5 +1,5 @@
 """Functions that a program looks up and that the control library does not know are forwarded,
-counted, and refused if the node says so.
+counted or refused, according to the node's configuration.
 
 The driver is lookup_shim.c: the simulated one with functions of future versions.
 """
@@ -186,7 +186,7 @@ def test_names_in_a_ledger_that_was_lost_are_in_the_next_one(node: MemoryNode) -
 
 
 def test_a_child_that_was_forked_during_a_look_up_can_start(node: MemoryNode) -> None:
-    """The first look-up maps the grant page under a lock. A pipe in the page's place keeps it there."""
+    """The first look-up maps the grant page under a lock. A pipe in place of the page blocks it."""
     page, kept, pipe = (node.runtime / name for name in ("grant", "kept", "pipe"))
     agent = node.agent(bare=True)
     agent.run(FIND)

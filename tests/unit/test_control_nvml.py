@@ -48,7 +48,7 @@ def handle(index):
     return device
 
 def entries(name, room, entry, *fields, device=None):
-    '''Ask for a list with so much room (None: no array); the answer, the count, and the entries.'''
+    '''Ask for a list with this much room (None: no array); return answer, count and entries.'''
     count = c_uint(room or 0)
     array = (entry * (room or 1))()
     got = getattr(nvml, name)(device or own, byref(count), array if room is not None else None)
@@ -242,7 +242,7 @@ OWN = [[7, 600 * MIB], [12, 424 * MIB]]
 
 
 @pytest.mark.parametrize(("name", "entry"), LISTS)
-def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
+def test_every_form_of_the_list_has_only_the_processes_of_the_container(
     container: NvmlContainer, neighbour: Callable[[int], int], name: str, entry: str
 ) -> None:
     neighbour(0)
@@ -261,7 +261,7 @@ def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
     ]
 
 
-def test_an_entry_names_no_instance_of_mig(container: NvmlContainer) -> None:
+def test_an_entry_names_no_mig_instance(container: NvmlContainer) -> None:
     assert container.run(
         "print(json.dumps(entries('nvmlDeviceGetComputeRunningProcesses_v3', 2,"
         " pynvml.c_nvmlProcessInfo_v3_t, 'gpuInstanceId', 'computeInstanceId')))"
@@ -324,7 +324,7 @@ def details(mode, room, version=None):
 """
 
 
-def test_the_detailed_list_is_sized_versioned_and_by_mode(container: NvmlContainer) -> None:
+def test_the_detailed_list_checks_its_size_version_and_mode(container: NvmlContainer) -> None:
     own = [[pid, used, NO_INSTANCE, 0] for pid, used in OWN]
     assert container.run(
         DETAILS + "print(json.dumps([details(0, None), details(0, 1), details(0, 8),"
@@ -372,7 +372,7 @@ def samples(kind, last, room):
 """
 
 
-def test_samples_are_the_governors_last_one(container: NvmlContainer) -> None:
+def test_the_list_of_samples_has_the_governors_last_one(container: NvmlContainer) -> None:
     assert container.run(
         SAMPLES + f"print(json.dumps([samples(1, 0, None), samples(1, 0, 4), samples(2, 0, 1),"
         f" samples(1, {NOW_US - 1}, 4)[0], samples(1, {NOW_US}, 4)[0], samples(1, 0, 0)[0],"
@@ -460,7 +460,7 @@ def test_accounting_that_is_off_is_not_supported(container: NvmlContainer) -> No
     ]
 
 
-def test_accounting_knows_the_processes_of_the_container_alone(
+def test_accounting_covers_only_the_processes_of_the_container(
     container: NvmlContainer, neighbour: Callable[[int], int]
 ) -> None:
     foreign = neighbour(0)
@@ -506,7 +506,7 @@ def test_a_longer_grant_of_a_later_governor_is_read(container: NvmlContainer) ->
 @pytest.mark.parametrize(
     ("field", "value"), [("magic", 1), ("version", 2), ("size", 1), ("size", 1 << 30)]
 )
-def test_a_file_that_is_no_grant_is_not_read(
+def test_a_file_that_is_not_a_grant_is_not_read(
     container: NvmlContainer, field: str, value: int
 ) -> None:
     pages.write(container.page, 0, "grant_header", field, value)
@@ -539,7 +539,7 @@ def fake_driver(container: NvmlContainer) -> None:
     subprocess.run(command, input=FAKE, text=True, check=True)
 
 
-def test_an_instance_of_mig_is_found_by_its_uuid(container: NvmlContainer) -> None:
+def test_a_mig_instance_is_found_by_its_uuid(container: NvmlContainer) -> None:
     fake_driver(container)
     assert container.run(
         "print(json.dumps([pynvml.nvmlDeviceGetMemoryInfo(d).total for d in (own, other)]))"
@@ -555,10 +555,10 @@ def test_a_function_that_the_driver_lacks_is_not_found(container: NvmlContainer)
     ) == [FUNCTION_NOT_FOUND] * len(lacked)
 
 
-# Several at once
+# Concurrent calls
 
 
-def test_threads_that_ask_first_at_the_same_time_agree(container: NvmlContainer) -> None:
+def test_threads_whose_first_calls_coincide_agree(container: NvmlContainer) -> None:
     assert container.run(
         "barrier, answers = threading.Barrier(16), []\n"
         "def ask():\n"
@@ -574,7 +574,7 @@ def test_threads_that_ask_first_at_the_same_time_agree(container: NvmlContainer)
 
 
 def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
-    """All entries of a set have the same number, so a list with two numbers was read half-way."""
+    """All entries of a set have the same number, so a list with two numbers is of two writes."""
     end = threading.Event()
 
     def write() -> None:
@@ -602,7 +602,7 @@ def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
         end.set()
         writer.join()
     assert mixed == 0
-    assert sets > 10  # it was written meanwhile
+    assert sets > 10  # the page was written meanwhile
 
 
 def test_a_governor_that_died_while_writing_blocks_no_reader(container: NvmlContainer) -> None:
@@ -617,7 +617,7 @@ def test_a_governor_that_died_while_writing_blocks_no_reader(container: NvmlCont
     assert seconds < 1
 
 
-def test_the_stand_in_needs_no_libcuda_and_opens_nothing_but_the_grant(
+def test_the_substitute_needs_no_libcuda_and_opens_nothing_but_the_grant(
     container: NvmlContainer,
 ) -> None:
     libraries, descriptors = container.run_raw(

@@ -32,7 +32,7 @@ OPTIONS = {"several": ConvertOptions(gpu_mib=81920)}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_manifests_become_what_is_expected(case: str) -> None:
+def test_manifests_are_converted_as_expected(case: str) -> None:
     """To rewrite the expected files: python -m tests.unit.test_convert."""
     result = convert((HERE / f"{case}.yaml").read_text(), OPTIONS.get(case))
     assert result.text == (HERE / f"{case}-expected.yaml").read_text()
@@ -54,7 +54,7 @@ def test_the_published_schemas_accept_what_is_written(case: str) -> None:
     assert json.loads(result.json())["manifests"]["kind"] == "List"
 
 
-def test_comments_and_the_form_of_what_stays_are_kept() -> None:
+def test_comments_and_unchanged_lines_are_kept() -> None:
     before = (HERE / "hami.yaml").read_text()
     after = convert(before).text
     for line in before.splitlines():
@@ -92,7 +92,7 @@ def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
         "tencent.com/vcuda-core: 100",
     ],
 )
-def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
+def test_a_claim_for_all_of_the_memory_names_no_amount(limits: str) -> None:
     """A node offers less memory than a GPU is sold with. A claim for all 80 GiB would never be
     allocated.
     """
@@ -121,7 +121,7 @@ def test_mps_is_for_one_gpu_and_is_reported_as_lost_for_more() -> None:
     assert notes == []
 
 
-def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
+def test_memory_with_a_unit_does_not_become_a_claim_for_exbibytes() -> None:
     text = POD.format(annotations="", limits="nvidia.com/gpu: 1, nvidia.com/gpumem: 8Gi")
     result = convert(text)
     assert [str(note) for note in result.notes] == [
@@ -133,7 +133,7 @@ def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
     assert "ResourceClaimTemplate" not in result.text
 
 
-def test_a_pod_that_selects_a_node_by_a_label_of_nvidias_is_reported() -> None:
+def test_a_pod_that_selects_a_node_by_an_nvidia_label_is_reported() -> None:
     """The component that sets the label is part of what the cluster migrates from, so the pod would
     wait for ever.
     """
@@ -234,7 +234,7 @@ def test_an_invalid_number_leaves_the_container_as_it_was(value: str) -> None:
     assert list(yaml.safe_load_all(result.text)) == list(yaml.safe_load_all(text))
 
 
-def test_two_workloads_of_one_name_get_templates_of_different_names() -> None:
+def test_two_workloads_with_the_same_name_get_templates_with_different_names() -> None:
     pod = "kind: Pod\nmetadata: {name: a, namespace: %s}\nspec: {containers: [{name: x, resources: {limits: {nvidia.com/gpu: 1}}}]}\n"
     result = convert(f"{pod % 'n'}---\n{pod % 'm'}")
     names = [one["metadata"]["name"] for one in result.items if one["kind"] != "Pod"]
@@ -302,12 +302,12 @@ def test_notes_contain_no_control_characters(
     assert len(err.splitlines()) == 1
 
 
-def test_comments_alone_come_back() -> None:
+def test_a_text_of_comments_alone_is_returned_unchanged() -> None:
     for text in ("# nothing\n\n# more\n", "\n"):
         assert convert(text).text == text
 
 
-def test_workloads_of_one_name_are_named_in_no_more_time_for_each() -> None:
+def test_the_time_to_name_a_workload_does_not_grow_with_their_number() -> None:
     """With one attempt per earlier workload, the last of 200,000, in a file of 32 MiB, would take
     200,000 attempts.
     """
@@ -317,7 +317,7 @@ def test_workloads_of_one_name_are_named_in_no_more_time_for_each() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_it_needs_neither_grpc_nor_a_client() -> None:
+def test_a_conversion_needs_neither_grpc_nor_a_client() -> None:
     code = (
         "import sys; from governor.cli import main; main(['convert', sys.argv[1]]);"
         "print({m.split('.')[0] for m in sys.modules} & {'grpc', 'google', 'kubernetes', 'pynvml'})"
@@ -400,7 +400,7 @@ def _places(value: object, path: tuple = ()) -> Iterator[tuple]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_value_of_a_foreign_type_anywhere_makes_no_manifest_fail(case: str) -> None:
+def test_no_value_of_a_wrong_type_makes_a_conversion_fail(case: str) -> None:
     """Any value that is read may have any type: apiVersion, kind, metadata, a limit, a variable."""
     for document in yaml.safe_load_all((HERE / f"{case}.yaml").read_text()):
         for path in _places(document):
@@ -414,7 +414,7 @@ def test_a_value_of_a_foreign_type_anywhere_makes_no_manifest_fail(case: str) ->
                 assert result.items
 
 
-def test_a_foreign_kind_is_passed_through_and_noted(
+def test_a_kind_that_is_not_a_string_is_passed_through_and_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "foreign.yaml"
@@ -430,7 +430,7 @@ def test_a_foreign_kind_is_passed_through_and_noted(
 
 @settings(deadline=None, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(st.lists(pods | anything, min_size=1, max_size=3), st.booleans())
-def test_no_manifest_makes_it_fail_and_what_it_says_is_what_it_writes(
+def test_no_manifest_makes_a_conversion_fail_and_the_text_equals_the_items(
     values: list,
     flow: bool,  # noqa: FBT001
 ) -> None:
@@ -450,7 +450,7 @@ def test_no_manifest_makes_it_fail_and_what_it_says_is_what_it_writes(
 @settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(st.text(max_size=60))
 @example("a: &a\n  b: 1\n")
-def test_no_text_makes_it_fail(text: str) -> None:
+def test_no_text_makes_a_conversion_fail(text: str) -> None:
     with contextlib.suppress(yamltext.UnreadableError):
         convert(text)
 

@@ -81,12 +81,12 @@ def test_fields_have_strict_types(change: dict[str, object]) -> None:
     assert caught.value.line().isprintable()
 
 
-def test_too_large_a_state_is_refused() -> None:
+def test_a_state_that_is_too_large_is_refused() -> None:
     with pytest.raises(OciStateError, match="larger than"):
         parse_state(None)
 
 
-def test_poststop_needs_an_id_only() -> None:
+def test_poststop_needs_only_an_id() -> None:
     assert parse_state(b'{"id": "c1"}', needs_pid=False).id == "c1"
 
 
@@ -335,7 +335,7 @@ def test_asks_nothing_agrees_with_the_parser(
     ascii_only: bool,  # noqa: FBT001
     separators: tuple[str, str] | None,
 ) -> None:
-    """A decision without parsing must agree with the decision by parsing."""
+    """A decision that is made without parsing must agree with the parser's."""
     bundle = tmp_path / "b"
     bundle.mkdir(exist_ok=True)
     document = {"root": {"path": "r"}, "annotations": config}

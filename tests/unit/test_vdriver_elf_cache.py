@@ -297,7 +297,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in-the-way", "liba.so.1.2"]
 
 
-def test_the_version_follows_the_fields_of_a_library():
+def test_the_version_changes_with_the_fields_of_a_library():
     code = f"""
 import sys
 sys.path[:0] = {[p for p in sys.path if p]!r}

@@ -1,5 +1,5 @@
-/* The calls of the coverage probe, by the sections of the reference. coverage_probe_cases.h
- * describes their syntax.
+/* The calls of the coverage probe, grouped by the sections of the driver API's reference.
+ * coverage_probe_cases.h describes their syntax.
  */
 #pragma once
 

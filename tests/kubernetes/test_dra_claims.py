@@ -136,7 +136,7 @@ def test_strict_and_a_limit_are_one_option(documents: list[dict], limit: int | N
     assert parameters.compute_limit == limit
 
 
-def test_parameters_for_a_request_are_for_its_alternatives() -> None:
+def test_parameters_for_a_request_apply_to_its_alternatives() -> None:
     assert applies((), "a/b")
     assert applies(("a",), "a")
     assert applies(("a",), "a/b")
@@ -203,7 +203,7 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
         read_claim(document, Reference("b", "a", "../../etc/cron.d/x"), NODE, DEVICES)
 
 
-def test_many_devices_are_refused() -> None:
+def test_too_many_devices_are_refused() -> None:
     assert "has 33 devices" in refusal(claim("a", "b", *[result() for _ in range(33)]))
 
 

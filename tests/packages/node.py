@@ -66,7 +66,7 @@ class PackageNode:
         return str(shutil.copy(package, self.host.work / package.name))
 
     def files(self) -> set[str]:
-        """Return the files in the places where packages put files, without directories that do not name Tidegate."""
+        """Return the files where packages put files, and the directories that name Tidegate."""
         places = ("/usr", "/etc", "/opt", "/var/lib/systemd", "/var/lib/tidegate", "/run/tidegate")
         expression = ("(", "!", "-type", "d", "-o", "-path", "*tidegate*", ")", "-print")
         found = self.host.run("find", *places, "-xdev", *expression).stdout.splitlines()
@@ -106,7 +106,7 @@ def of_the_node(kind: type[Engine]) -> type[Engine]:
 
 
 def old_docker(host: EngineHost) -> bool:
-    """Return whether docker's users cannot give annotations."""
+    """Return whether `docker run` has no option for annotations."""
     return "--annotation" not in host.check("docker", "run", "--help")
 
 

@@ -53,7 +53,7 @@ def test_a_container_that_only_passes_the_new_share_has_not_settled() -> None:
     assert settled_after(work, 1000 * MS, 60, 4000 * MS, 0) == 140 * MS
 
 
-def test_a_change_that_never_settles_says_so() -> None:
+def test_a_change_that_never_settles_has_no_settling_time() -> None:
     work = steps((100, 30), (200, 50))
     assert settled_after(work, 1000 * MS, 60, 3000 * MS) is None
 
@@ -84,7 +84,7 @@ def settling_arm(work: list[int], *events: tuple[int, int, int]) -> dict[str, An
     }
 
 
-def test_an_arm_settles_as_late_as_its_latest_change() -> None:
+def test_an_arm_settles_as_late_as_its_slowest_change() -> None:
     work = steps((100, 30), (2, 30), (98, 60), (8, 60), (92, 30))
     arm = settling_arm(work, (1000, 60, 2000), (2000, 30, 3000))
     told = {"ms": [110.0, 170.0], "longest_ms": 170.0, "outside_percent": 0.0}
@@ -147,7 +147,7 @@ def test_only_stamps_around_the_event_are_kept() -> None:
     assert len(ends) == 36
 
 
-def test_an_arm_of_kills_has_its_longest_stall() -> None:
+def test_the_longest_stall_of_an_arm_of_kills_is_reported() -> None:
     arm = {
         "script": "kill",
         "tenants": [{"unit_ns": MS}],
@@ -277,7 +277,7 @@ def test_the_page_says_what_the_data_say(suite: str, line: str) -> None:
     assert line in report_docs.build_page({f"x-{suite}": result_of(suite)}).text
 
 
-def test_a_line_of_a_chart_that_goes_back_begins_anew() -> None:
+def test_a_chart_line_that_goes_back_starts_a_new_segment() -> None:
     series = Series("one", [(0, 1), (1, 2), (0, 3), (1, 4)])
     svg = render(Chart("t", "s", "d", "x", "y", [series]))
     [path] = [line for line in svg.splitlines() if line.startswith("<path")]

@@ -41,7 +41,7 @@ def test_a_correct_node_has_no_wrong_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_an_empty_disk_every_check_has_something_to_say(tmp_path: Path, check: str) -> None:
+def test_on_an_empty_disk_every_check_reports_a_finding(tmp_path: Path, check: str) -> None:
     found = list(examine(open_node(str(tmp_path)), [check]))
     assert found
     assert all(one.finding.found and one.id == check for one in found)
@@ -156,7 +156,7 @@ def test_the_exit_status_reports_whether_something_is_wrong(
     assert cli.main(["doctor", "--root", str(tmp_path), "--strict"]) == strict
 
 
-def test_problems_alone_are_printed_when_asked_for(
+def test_only_problems_are_printed_if_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli.main(["doctor", "--root", str(tmp_path), "--problems"])
@@ -236,7 +236,7 @@ def test_in_a_pod_missing_engines_are_not_reported(monkeypatch: pytest.MonkeyPat
         ("tidegate reload", "tidegate reload"),
     ],
 )  # fmt: skip
-def test_where_systemd_does_not_run_no_remedy_is_a_command_of_it(
+def test_without_systemd_no_remedy_is_a_systemd_command(
     monkeypatch: pytest.MonkeyPatch, remedy: str, without: str
 ) -> None:
     monkeypatch.setitem(CHECKS, "engine.any", lambda _: iter([warning("it is old", remedy)]))

@@ -152,7 +152,7 @@ def test_the_runtime_that_the_wrapper_runs_is_reported(host: Host) -> None:
 @pytest.mark.parametrize(
     "text", ["/usr/bin/crun", "runtime", "runtme /usr/bin/crun", "environment maybe"]
 )
-def test_settings_that_the_wrapper_would_not_take_are_wrong(host: Host, text: str) -> None:
+def test_settings_that_the_wrapper_would_not_accept_are_wrong(host: Host, text: str) -> None:
     host.put("etc/tidegate/runtime", text)
     assert host.check("files.runtime")[0].startswith("wrong: /etc/tidegate/runtime:")
 

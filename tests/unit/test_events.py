@@ -222,7 +222,7 @@ def test_a_user_other_than_root_is_named_in_the_journal() -> None:
     assert parse_journal(entry(start, "tidegate-governor", _UID="1000")) is None
 
 
-def test_what_the_wrapper_runtime_wrote_is_its_own() -> None:
+def test_events_of_the_wrapper_runtime_are_attributed_to_it() -> None:
     event = parse_line(json.dumps({**FAILED, "stage": "runtime"}))
     assert event is not None
     assert event.source == "runtime"
@@ -257,7 +257,7 @@ def test_other_entries_are_left_out(line: str) -> None:
     assert parse_journal(line) is None
 
 
-def test_the_journal_is_queried_for_whole_messages_of_ours() -> None:
+def test_the_journal_is_queried_for_whole_messages_of_tidegate() -> None:
     command = journal_command("today", follow=True)
     assert "--all" in command  # without it, a message of more than 4096 bytes is null
     assert command[command.index("--lines=all") + 1 :] == [
@@ -338,7 +338,7 @@ def test_files_are_followed_beyond_truncation_and_rotation(
     thread.join(20)
 
 
-def test_the_hooks_own_log_is_what_is_read(
+def test_the_log_that_the_hook_writes_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     event = log.RunEvent("createRuntime", str(tmp_path / "hook.log"))

@@ -1,4 +1,4 @@
-"""Generated files: a change of any of them is noticed by its check, and contributors are told all generators."""
+"""Generated files: a check notices any change of them, and CONTRIBUTING.md lists all generators."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_control_group_counts_if_governor_and_parent_are_outside(kernel: Kerne
         (["0::/abc/y"], {"": "/abc/y"}),
     ],
 )
-def test_the_group_of_its_name_is_that_of_a_process_that_moved(
+def test_a_process_that_moved_is_identified_by_the_group_with_the_containers_name(
     kernel: Kernel, moved: list[str], groups: dict[str, str]
 ) -> None:
     kernel.process(SELF, "2:pids:/", "0::/abc/tidegate.service")
@@ -145,7 +145,7 @@ def test_a_container_is_frozen_and_thawed_in_version_1(kernel: Kernel) -> None:
         assert file.read_text().startswith("THAWED")
 
 
-def test_where_there_are_both_version_2_freezes(kernel: Kernel) -> None:
+def test_if_both_versions_exist_version_2_freezes(kernel: Kernel) -> None:
     kernel.process(INIT, "7:freezer:/one", "0::/one", parent=SHIM)
     kernel.old_group("/one")
     kernel.group("/one")
@@ -268,7 +268,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-def test_a_process_in_a_namespace_inside_is_in_the_container_s() -> None:
+def test_a_process_in_a_nested_namespace_belongs_to_the_container() -> None:
     if os.geteuid() != 0:
         lack("needs root")
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
@@ -354,7 +354,7 @@ def thawed_at_last(group: cgroups.Group) -> Iterator[None]:
 
 
 def is_killed(pid: int) -> bool:
-    """Return the governor's answer.
+    """Return whether the governor finds that a process is being killed.
 
     In version 1, a frozen process cannot die before it is thawed.
     """

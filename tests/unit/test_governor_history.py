@@ -107,7 +107,7 @@ def test_fifteen_minutes_are_kept() -> None:
 
 
 @pytest.mark.parametrize("n", [1, STEPS - 1, STEPS, STEPS + 1, 2 * STEPS, 2 * STEPS + 7])
-def test_a_cut_and_the_following_one_are_the_whole(n: int) -> None:
+def test_a_cut_and_the_following_one_make_up_the_whole(n: int) -> None:
     history = History(0)
     steps(history, *[replace(ALONE, memory=i) for i in range(n)])
     for since in range(n - STEPS - 1, n):
@@ -189,7 +189,7 @@ def test_memory_is_bounded() -> None:
         max_size=8,
     )
 )
-def test_nonsense_is_bounded(looks: list[tuple[int, int, int]]) -> None:
+def test_arbitrary_values_are_bounded(looks: list[tuple[int, int, int]]) -> None:
     history = History(0)
     now = 0
     for passed, number, other in looks:

@@ -108,7 +108,7 @@ WORDS = st.sampled_from(
 @given(st.lists(WORDS, max_size=14).map(b"".join), st.booleans())
 @example(b"Kernel Module\n\n\n\n5.1 ", False)
 @example(b"Kernel Module for Kernel Module 5.1 ", False)
-def test_the_kernel_module_s_version(text: bytes, begun: bool) -> None:  # noqa: FBT001
+def test_the_kernel_module_s_version_is_found(text: bytes, begun: bool) -> None:  # noqa: FBT001
     said = b"Kernel Module " + text if begun else text
     match = KERNEL_VERSION.search(said)
     assert manifest.find_version(said) == (match[1].decode() if match else None)

@@ -262,8 +262,8 @@ class Server:
     def host_memory(self) -> dict[str, int]:
         """Return the host memory for parked memory, in bytes.
 
-        `taken` exists now, `needed` is taken if all containers that may be parked use their quotas,
-        and `limit` is the most that may be needed.
+        `taken` is allocated now, `needed` would be taken if all containers that may be parked used
+        their quotas, and `limit` is the upper bound of `needed`.
         """
         each = [
             (container.parking.arenas.total, container.quota.memory)

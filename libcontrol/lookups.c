@@ -75,7 +75,7 @@ static enum lookup_kind lookup_find(const char *name)
 
 /* ---- reports to the governor ---- */
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void lookup_report(const char *name)
 {
     struct ledger_header *ledger = pages_ledger();
@@ -96,7 +96,7 @@ static void lookup_report(const char *name)
     }
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void lookup_keep(const char *name)
 {
     for (unsigned i = 0; i < n_names; i++)

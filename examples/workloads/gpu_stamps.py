@@ -2,8 +2,8 @@
 
 A stamp is a kernel of one thread that stores %globaltimer straight into pinned host memory. It runs
 in order with the work around it, costs the GPU a few microseconds and needs no synchronisation; a
-host thread collects finished stamps and writes them down as records of two little-endian u64, the
-time and the unit's position in the step.
+host thread collects finished stamps and writes them as records of two little-endian u64, the time
+and the unit's position in the step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Stamper:
         self._position = 0
 
     def end_step(self) -> None:
-        """End the job if the step had a different number of units than the first one."""
+        """Raise RuntimeError if the step had a different number of units than the first one."""
         if self._position != len(self.labels):
             raise RuntimeError(f"a step of {self._position} units after {len(self.labels)}")
 

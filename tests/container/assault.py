@@ -65,7 +65,7 @@ def traps() -> Path:
 
 
 def is_own(bundle: DiskBundle, place: str) -> bool:
-    """Return whether a path of the image is a directory that no link leads to."""
+    """Return whether a path of the image is a directory and has no component that is a link."""
     path = bundle.rootfs
     for part in place.split("/"):
         path /= part

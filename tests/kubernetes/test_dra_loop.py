@@ -195,7 +195,7 @@ def test_nothing_is_offered_before_a_kubelet_has_registered_the_driver(
     assert slices.writes == 1
 
 
-def test_a_kubelet_that_refuses_has_no_gpus_offered(
+def test_no_gpus_are_offered_if_the_kubelet_refuses_the_driver(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     """The kubelet deletes the slice. If the driver made it again, pods would be sent to a node where none starts."""
@@ -389,7 +389,7 @@ def test_an_invalid_event_does_not_end_the_watch(
     assert cluster.told == 2
 
 
-def test_the_drivers_own_write_is_not_taken_for_a_foreign_one() -> None:
+def test_the_drivers_own_write_is_not_taken_for_another_writers() -> None:
     """The event of its own write arrives before the answer, or after the next write."""
     slices, wake = StoredSlices(), threading.Event()
     publisher = Publisher(slices, interval=0.0)

@@ -1,7 +1,8 @@
 """Test that no allocation within the quota is refused because a sample raced with the container's
 calls.
 
-The governor's part is `Debt`, by hand: a test decides when a sample begins and what happens during it.
+The governor's part, `Debt`, is driven by hand: a test decides when a sample begins and what happens
+during it.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def take(agent: Agent, n: int) -> None:
 
 
 def raced(governor: Governor, agent: Agent, *, overhead: int = BLOCK) -> int:
-    """Fill the quota up to a block, and let a sample that raced find an overhead that is `overhead`
-    too high.
+    """Fill the quota except for one block, and let a sample that raced find an overhead that is too
+    high by `overhead`.
     """
     governor.sample()
     assert (governor.debt.bytes, governor.debt.least) == (CONTEXT, CONTEXT)
@@ -127,9 +128,9 @@ def raced(governor: Governor, agent: Agent, *, overhead: int = BLOCK) -> int:
     return CONTEXT
 
 
-def test_a_sample_amid_an_allocation_refuses_no_later_one(node, agent, governor) -> None:
-    """By that sample, a context may have its expected size. A sample without calls in progress
-    shows that it is smaller.
+def test_a_sample_during_an_allocation_causes_no_later_refusal(node, agent, governor) -> None:
+    """According to that sample, a context may have its expected size. A sample without calls in
+    progress shows that it is smaller.
     """
     with stopped(node, agent, "allocate", TAKE):
         governor.sample()
@@ -263,7 +264,7 @@ def test_a_process_that_waits_writes_no_charges(agent, governor) -> None:
     agent.answer()
 
 
-def test_what_a_sample_rules_out_is_refused_without_another(agent, governor) -> None:
+def test_an_allocation_that_a_sample_rules_out_requests_no_other_sample(agent, governor) -> None:
     found = raced(governor, agent)
     asked = agent.field("provisional_ns")
     governor.publish(found + 2 * MIB, found + 2 * MIB)
@@ -274,7 +275,7 @@ def test_what_a_sample_rules_out_is_refused_without_another(agent, governor) -> 
 
 
 def test_a_refusal_waits_for_one_sample_however_many_are_due(node, agent, governor) -> None:
-    """Another process of the container may always have something to report, or say so."""
+    """Another process of the container may always have something to report, or claim to."""
     found = raced(governor, agent)
     governor.publish(found + BLOCK, found + BLOCK)
     base = layout.ledger_device(agent.slot, 0)
@@ -289,7 +290,7 @@ def test_a_refusal_waits_for_one_sample_however_many_are_due(node, agent, govern
     assert time.monotonic() - begin < 0.6
 
 
-def test_a_wait_without_a_result_is_long_only_now_and_then(agent, governor) -> None:
+def test_a_wait_without_a_result_is_long_only_occasionally(agent, governor) -> None:
     raced(governor, agent)
     agent.run("import time")
     seconds = []

@@ -82,7 +82,7 @@ def test_a_list_that_is_too_long_is_refused():
     assert len(layout.pack({"hClientList": list(range(64))})) == 536
 
 
-def test_a_difference_to_the_source_is_found(tmp_path):
+def test_a_difference_from_the_source_is_found(tmp_path):
     """The source here is empty: each name is missing, and a changed number fails an assertion."""
     need("gcc")
     headers = tmp_path / "src/common/sdk/nvidia/inc"
@@ -117,7 +117,7 @@ def _mirror():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", SOURCES)
-def test_the_table_is_as_in_the_published_source(version, tmp_path):
+def test_the_table_matches_the_published_source(version, tmp_path):
     need("gcc", "apt-get", "xz")
     archive = ROOT / "build/driver-cache" / f"source-{version}.tar.xz"
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def test_an_older_branch_is_refused_before_anything_is_opened():
         DriverClient(470, path="/nowhere")
 
 
-def test_a_driver_that_refuses_is_named_with_its_answer(driver, module):
+def test_an_error_names_the_call_and_the_drivers_answer(driver, module):
     module.refuse[calls.GET_TIME.name] = 0x56
     gpu = driver.gpu(UUID)
     with pytest.raises(DriverCallError, match="TIMER_GET_TIME: NV_ERR_NOT_SUPPORTED") as e:
@@ -426,7 +426,7 @@ def test_a_process_that_is_off_is_not_resident_whether_its_end_is_recorded_or_no
     assert residency.take() == ({1: 30}, {})
 
 
-def test_a_process_that_is_on_again_by_itself_is_charged():
+def test_a_process_that_switches_itself_on_again_is_charged():
     residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
@@ -455,7 +455,7 @@ def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
     assert residency.take_turns(at) == ({2: 1}, [])
 
 
-def test_a_turn_that_switching_off_ended_was_not_given_away():
+def test_a_turn_that_was_ended_by_switching_off_is_not_early():
     residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     residency.add([Switch(True, 1, 7, 0, 0), Switch(False, 1, 7, 300, 1)])
@@ -465,7 +465,7 @@ def test_a_turn_that_switching_off_ended_was_not_given_away():
     assert residency.take_turns(1000) == ({}, [])
 
 
-def test_a_turn_that_switching_off_ended_is_judged_like_the_one_before():
+def test_a_turn_that_was_ended_by_switching_off_is_judged_like_the_one_before():
     residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     for begin, end in ((0, 1000), (1500, 1900)):
@@ -529,7 +529,7 @@ def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, dev
 
 
 def _switch_off(module, nodes):
-    """Switch two processes off, as a governor does that is then killed; return the channels."""
+    """Switch two processes off, like a governor that is then killed; return the channels."""
     off = [
         (client, channel)
         for client in (module.process(600), module.process(601))
@@ -560,7 +560,7 @@ def test_a_process_that_has_ended_does_not_keep_others_off(module, nodes):
     assert not any(_is_off(module, pair) for pair in off if pair[0] in module.clients)
 
 
-def test_a_driver_that_does_not_switch_on_is_an_error(module, nodes):
+def test_a_driver_that_refuses_to_switch_on_is_an_error(module, nodes):
     off = _switch_off(module, nodes)
     module.refuse[calls.DISABLE_CHANNELS.name] = 0x56
     with pytest.raises(DriverCallError, match="NV_ERR_NOT_SUPPORTED"):

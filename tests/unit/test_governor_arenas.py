@@ -1,4 +1,4 @@
-"""Host memory for parked memory: made ready piece by piece, and given back."""
+"""Host memory for parked memory: allocated piece by piece, and given back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_memory_is_given_back_even_if_the_descriptor_was_passed_on(ledger) -
     os.close(passed_on)
 
 
-def test_a_process_cannot_prevent_that_it_grows(ledger) -> None:
+def test_a_process_cannot_prevent_its_arena_from_growing(ledger) -> None:
     arenas = Arenas(ledger)
     arenas.open(0)
     fd = os.dup(arenas.descriptor(0) or 0)
@@ -73,7 +73,7 @@ def test_a_process_cannot_prevent_that_it_grows(ledger) -> None:
     os.close(fd)
 
 
-def test_some_memory_is_left_to_the_node(ledger) -> None:
+def test_some_memory_is_left_for_the_node(ledger) -> None:
     left = SPARE + PIECE + 5
     arenas = Arenas(ledger, lambda: left)
     arenas.open(0)
@@ -121,7 +121,7 @@ sys.stdin.read()
 """
 
 
-def test_the_next_governor_finds_it(ledger) -> None:
+def test_the_next_governor_finds_an_arena(ledger) -> None:
     first = Arenas(ledger)
     first.open(2)
     asyncio.run(first.grow(2, PIECE))

@@ -78,7 +78,7 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
     assert parse_config(text) == Config()
 
 
-def test_a_container_without_memory_of_its_own_needs_no_default() -> None:
+def test_there_is_no_default_memory_quota() -> None:
     assert describe(Config())["defaults"]["memory"] is None
 
 
@@ -121,7 +121,7 @@ def test_a_container_without_memory_of_its_own_needs_no_default() -> None:
         ("1: 2", "1"),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) -> None:
+def test_an_invalid_file_yields_one_line_that_names_the_option(text: str, names_: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "/etc/tidegate/config.yaml")
     assert names_ in line(caught.value)
@@ -158,14 +158,14 @@ def test_an_unknown_option_is_reported_with_the_probable_one(text: str, says: st
     assert line(caught.value) == says
 
 
-def test_a_whole_number_may_be_written_with_a_point() -> None:
+def test_a_whole_number_may_be_written_with_a_decimal_point() -> None:
     config = parse_config("spin_us: 20.0\ndefaults: {compute: 5.0}\nquantum_ms: 4.0\n")
     assert isinstance(config.spin_us, int)
     assert isinstance(config.defaults.compute, int)
     assert config == Config(spin_us=20, quantum_ms=4.0, defaults=Defaults(compute=5))
 
 
-def test_files(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
     good = tmp_path / "config.yaml"
     good.write_text("placement: pack\n")
     assert read_config(good).placement == "pack"
@@ -193,14 +193,14 @@ def test_files(tmp_path: Path) -> None:
         ("2Ti", 2 << 40),
     ],
 )
-def test_quantities(value: str | int, size: int) -> None:
+def test_quantities_are_parsed(value: str | int, size: int) -> None:
     assert parse_quantity(value, "option") == size
 
 
 @pytest.mark.parametrize(
     "value", ["", "Mi", "1 Mi", "1.5Gi", "-1", "+1", "1M", "1mi", "1MiB", "0x10", "1e3", "9" * 16]
 )
-def test_invalid_quantities(value: str) -> None:
+def test_invalid_quantities_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="memory_reserve is"):
         parse_quantity(value, "memory_reserve")
 
@@ -276,7 +276,7 @@ def test_drop_ins_take_precedence_in_the_order_of_their_names(tmp_path: Path) ->
     }
 
 
-def test_drop_ins_need_no_other_file_and_a_file_has_its_own(
+def test_drop_ins_need_no_main_file_and_each_main_file_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, **{"a.yaml": "placement: pack\n"})
@@ -414,7 +414,7 @@ def test_check_accepts_a_relative_path(
         assert capsys.readouterr().err.startswith(f"tidegate: {name}: {why}")
 
 
-def test_memory_that_is_granted_twice() -> None:
+def test_the_options_for_overbooked_memory_are_parsed() -> None:
     config = parse_config("memory: {overbook: 1.7, host: 256Gi}\n")
     assert config.memory == MemoryOptions(1.7, 256 << 30)
     assert config.memory.host_limit == 256 << 30

@@ -131,10 +131,10 @@ def test_ps_has_a_line_for_each_container_with_unknown_functions() -> None:
     assert unknown_lines([evil]) == ["unknown functions: n?[2J: cu?[2J"]
 
 
-def test_the_default_is_to_count() -> None:
+def test_unknown_functions_are_counted_by_default() -> None:
     assert Config().unknown_functions == "count"
 
 
-def test_inspect_names_them() -> None:
+def test_inspect_names_unknown_functions() -> None:
     assert inspect.unknown_of(described(unknown_functions=["cuA", "cuB"])) == "cuA, cuB"
     assert inspect.unknown_of({}) == ""

@@ -61,7 +61,7 @@ SERVER = "[2026-11-22 02:53:36.999 Server  6901] "
         (CONTROL + "Cmd:shutdown_server 12889 -f", ("command", None)),
     ],
 )  # fmt: skip
-def test_events_in_lines_of_the_logs(line: str, event: tuple[str, int | None]) -> None:
+def test_events_are_read_from_lines_of_the_logs(line: str, event: tuple[str, int | None]) -> None:
     found = read_line(line)
     assert found is not None
     assert (found.kind, found.pid) == event
@@ -133,7 +133,7 @@ def test_the_hosts_own_programs_and_libraries_are_used(tmp_path: Path) -> None:
     )
 
 
-def test_a_driver_without_the_programs_is_named() -> None:
+def test_an_error_names_the_driver_that_lacks_the_programs() -> None:
     with pytest.raises(GovernorError, match=f"550.163.01 of this node has no {PROGRAM}"):
         find_tools(manifest(Path("/")))
 
@@ -154,7 +154,7 @@ def tools(request: pytest.FixtureRequest, build_dir: Path) -> Tools:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A short path, because a socket's path has at most 107 bytes."""
+    """A short path, because a socket's path is limited to 107 bytes."""
     made = Path(tempfile.mkdtemp(prefix="tg"))
     yield made
     shutil.rmtree(made)
@@ -173,7 +173,7 @@ async def running(made: Mps) -> AsyncIterator[None]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(15):
-        while not condition():  # noqa: ASYNC110 - the world's, not ours to signal
+        while not condition():  # noqa: ASYNC110 - no event signals the condition
             await asyncio.sleep(0.02)
 
 

@@ -221,7 +221,7 @@ def listed(governor: GovernorThread) -> list[str]:
         {"v": 1, "op": "set", "id": "one", "class": "latency"},
     ],
 )
-def test_requests(request_: dict[str, Any]) -> None:
+def test_valid_requests_conform_to_the_schema(request_: dict[str, Any]) -> None:
     assert VALIDATOR.is_valid(request_)
 
 
@@ -474,7 +474,9 @@ def test_a_refused_reservation_leaves_nothing(governor: GovernorThread) -> None:
         assert client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100
 
 
-def test_release(governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]) -> None:
+def test_only_a_container_that_has_ended_is_released(
+    governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
+) -> None:
     """A running container cannot be released: otherwise another engine with a container of the same
     id could end it.
     """
@@ -552,7 +554,7 @@ def test_a_refusal_leaves_nothing(
         assert client.ask(ADMIT, pidfd)["ok"]  # the same connection may try again
 
 
-def test_a_gpu_that_takes_no_more_leaves_nothing(governor: GovernorThread, pidfd: int) -> None:
+def test_a_refusal_by_a_full_gpu_leaves_nothing(governor: GovernorThread, pidfd: int) -> None:
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         tenants = [governor.runner.add(0, WHOLE, grant, 0, ledger) for _ in range(256)]
         try:
@@ -727,7 +729,7 @@ def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
         ({"compute_limit": 10}, "the limit of 10 % is below the guarantee of 30 %"),
     ],
 )
-def test_a_quota_that_cannot_be_changes_nothing(
+def test_an_impossible_quota_changes_nothing(
     governor: GovernorThread, pidfd: int, change: dict[str, int], words: str
 ) -> None:
     small = {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"}
@@ -767,7 +769,7 @@ def test_an_unknown_container_has_no_quota(governor: GovernorThread) -> None:
         assert (code, message) == ("refused", "no container 'nobody' shares a GPU on this node")
 
 
-def test_the_command_names_a_container_by_its_beginning(
+def test_the_command_names_a_container_by_a_prefix_of_its_id(
     governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tidegate(*arguments: str) -> tuple[int, str]:
@@ -832,7 +834,7 @@ def test_the_gpus_are_listed_with_what_is_left_of_them(
 
 
 @pytest.mark.hypothesis
-def test_the_governor_answers_any_line_with_one(governor: GovernorThread, pidfd: int) -> None:
+def test_the_governor_answers_any_line_with_one_line(governor: GovernorThread, pidfd: int) -> None:
     """Any line gets an answer that conforms to the schema, and the next request is served."""
     ours = {"admit": "admitted", "reserve": "reserved"}
     lines = [entry.data for entry in corpus("request") if b"\n" not in entry.data]

@@ -1,4 +1,4 @@
-"""Whose memory is on a GPU: decided on a virtual clock."""
+"""Which containers' memory is on a GPU: the decisions, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def parked(key: str, quota: int, *, waits_s: float | None = None, held: int = 0)
     return Occupant(key, quota * GIB, Whereabouts.PARKED, held=held, waits_ns=waits_ns)
 
 
-def test_nothing_moves_while_nobody_waits() -> None:
+def test_nothing_moves_while_no_container_waits() -> None:
     assert decide(80 * GIB, [resident("a", 40), parked("b", 60)], NOW).leave == ()
 
 
-def test_a_container_comes_where_there_is_room() -> None:
+def test_a_container_comes_if_there_is_room() -> None:
     orders = decide(80 * GIB, [resident("a", 40), parked("b", 40, waits_s=0)], NOW)
     assert (orders.leave, orders.come) == ((), ("b",))
 
 
-def test_what_a_parked_container_keeps_is_not_room() -> None:
+def test_memory_that_a_parked_container_keeps_is_not_free() -> None:
     tenants = [resident("a", 40), parked("b", 40, waits_s=0), parked("c", 40, held=1)]
     orders = decide(80 * GIB, tenants, NOW)
     assert (orders.leave, orders.come) == (("a",), ())
 
 
-def test_the_one_that_has_been_idle_for_longest_leaves() -> None:
+def test_the_container_that_has_been_idle_for_longest_leaves() -> None:
     tenants = [
         resident("a", 20, idle_s=5),
         resident("b", 20, idle_s=50),
@@ -67,7 +67,7 @@ def test_the_one_that_has_been_idle_for_longest_leaves() -> None:
     assert decide(65 * GIB, tenants, NOW).leave == ("b", "c")
 
 
-def test_one_that_is_not_needed_after_all_stays() -> None:
+def test_a_container_stays_if_others_free_enough_memory() -> None:
     tenants = [
         resident("small", 2, idle_s=50),
         resident("large", 40, idle_s=5),
@@ -76,7 +76,7 @@ def test_one_that_is_not_needed_after_all_stays() -> None:
     assert decide(42 * GIB, tenants, NOW).leave == ("large",)
 
 
-def test_idle_ones_leave_before_working_ones() -> None:
+def test_idle_containers_leave_before_working_ones() -> None:
     tenants = [
         resident("works", 40, idle_s=0, stayed_s=500),
         resident("idle", 40, idle_s=1, stayed_s=2),
@@ -94,13 +94,13 @@ def test_idle_ones_leave_before_working_ones() -> None:
         (COST * 3 * S, 3 * S, True),
     ],
 )
-def test_a_working_one_stays_for_a_turn(stayed_ns, move_ns, leaves) -> None:
+def test_a_working_container_stays_for_a_turn(stayed_ns, move_ns, leaves) -> None:
     works = resident("a", 40, idle_s=0, stayed_s=stayed_ns / S, move_ns=move_ns)
     orders = decide(40 * GIB, [works, parked("b", 40, waits_s=0)], NOW)
     assert bool(orders.leave) == leaves
 
 
-def test_one_that_has_just_come_stays_although_it_is_idle() -> None:
+def test_a_container_that_has_just_come_stays_although_it_is_idle() -> None:
     new = resident("a", 40, idle_s=IDLE_NS / S, stayed_s=STAY_NS / S - 0.001)
     assert decide(40 * GIB, [new, parked("b", 40, waits_s=0)], NOW).leave == ()
     old = replace(new, since_ns=NOW - STAY_NS)
@@ -118,12 +118,12 @@ def test_work_of_class_latency_is_not_interrupted() -> None:
     assert decide(40 * GIB, [idle, parked("b", 40, waits_s=0)], NOW).leave == ("a",)
 
 
-def test_one_that_may_not_be_parked_stays() -> None:
+def test_a_container_that_may_not_be_parked_stays() -> None:
     orders = decide(40 * GIB, [resident("a", 40, may_leave=False), parked("b", 40, waits_s=0)], NOW)
     assert orders.leave == ()
 
 
-def test_nobody_leaves_if_that_would_not_suffice() -> None:
+def test_no_container_leaves_if_that_would_not_suffice() -> None:
     tenants = [
         resident("a", 10),
         resident("b", 30, may_leave=False),
@@ -132,7 +132,7 @@ def test_nobody_leaves_if_that_would_not_suffice() -> None:
     assert decide(40 * GIB, tenants, NOW).leave == ()
 
 
-def test_nobody_else_leaves_while_enough_are_leaving() -> None:
+def test_no_other_container_leaves_while_enough_are_leaving() -> None:
     leaving = replace(resident("a", 40), place=Whereabouts.LEAVING, keeps=GIB)
     tenants = [leaving, resident("b", 40), parked("c", 39, waits_s=0)]
     orders = decide(80 * GIB, tenants, NOW)
@@ -141,13 +141,13 @@ def test_nobody_else_leaves_while_enough_are_leaving() -> None:
     assert decide(80 * GIB, tenants, NOW).leave == ("b",)
 
 
-def test_one_comes_while_another_one_gives_its_memory_up() -> None:
+def test_a_container_comes_while_another_one_releases_its_memory() -> None:
     going = replace(resident("a", 40), place=Whereabouts.LEAVING, keeps=GIB, is_going=True)
     tenants = [going, resident("b", 40), parked("c", 39, waits_s=0)]
     assert decide(80 * GIB, tenants, NOW) == Orders(come=("c",))
 
 
-def test_they_come_in_the_order_in_which_they_wait() -> None:
+def test_containers_come_in_the_order_in_which_they_began_to_wait() -> None:
     tenants = [
         parked("late", 10, waits_s=1),
         parked("first", 60, waits_s=3),
@@ -157,7 +157,7 @@ def test_they_come_in_the_order_in_which_they_wait() -> None:
     assert decide(110 * GIB, tenants, NOW).come == ("first", "late")
 
 
-def test_one_for_which_nothing_leaves_does_not_keep_others_waiting() -> None:
+def test_a_container_for_which_no_other_leaves_does_not_keep_others_waiting() -> None:
     tenants = [
         resident("service", 40, idle_s=0, is_latency=True),
         parked("large", 60, waits_s=3),
@@ -179,7 +179,7 @@ def test_a_quota_that_never_fits_beside_the_others_counts_as_far_as_it_fits() ->
     assert decide(79 * GIB, [replace(large, holds=77 * GIB), *others], NOW).come == ()
 
 
-def test_idle_ones_leave_for_one_that_is_never_parked() -> None:
+def test_idle_containers_leave_for_one_that_is_never_parked() -> None:
     tenants = [
         resident("a", 30, idle_s=5),
         resident("b", 30, idle_s=50),
@@ -191,7 +191,7 @@ def test_idle_ones_leave_for_one_that_is_never_parked() -> None:
     assert decide(80 * GIB, tenants, NOW) == Orders()
 
 
-# ---- as a whole ----
+# ---- decisions over time ----
 
 
 @dataclass
@@ -240,7 +240,7 @@ class OverbookedGpu:
 
 
 @pytest.mark.parametrize("cost_ns", [S // 3, S, 4 * S])
-def test_two_that_always_work_share_in_turns_and_lose_little(cost_ns: int) -> None:
+def test_two_containers_that_always_work_take_turns_and_lose_little(cost_ns: int) -> None:
     world = OverbookedGpu(
         40 * GIB,
         cost_ns,
@@ -261,7 +261,7 @@ def test_two_that_always_work_share_in_turns_and_lose_little(cost_ns: int) -> No
     st.integers(40, 80),
     st.sampled_from([0, GIB // 2, GIB]),
 )
-def test_every_one_that_waits_comes_and_the_gpu_is_never_overfull(
+def test_every_container_that_waits_comes_and_the_gpu_is_never_overfull(
     wanted: list[tuple[int, bool]], capacity: int, kept: int
 ) -> None:
     tenants = {

@@ -186,8 +186,8 @@ def sample(guest: Guest, debt: Debt, *continuing: Callable[[str], None]) -> None
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]), st.integers(1, 8))
 def test_no_sample_proves_more_than_what_is_in_use(seed: int, often: float, n: int) -> None:
-    """What the samples prove makes the library refuse allocations, so it must be in use, however
-    they raced.
+    """Memory that the samples prove to be in use makes the library refuse allocations, so it must
+    really be in use, however the samples raced.
     """
     draw = random.Random(seed)  # noqa: S311
     guest, debt = Guest(), Debt()
@@ -349,7 +349,7 @@ def test_a_context_that_becomes_provisional_while_the_ledger_is_read_hides_nothi
 # One process, by hand
 
 
-def test_a_sample_amid_an_allocation_says_what_the_driver_took_at_least() -> None:
+def test_a_sample_during_an_allocation_shows_the_least_that_the_driver_took() -> None:
     """A context of 512 is expected to take 520. A sample during an allocation does not show the
     difference.
     """

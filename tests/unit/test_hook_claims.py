@@ -77,7 +77,7 @@ def test_shares_are_in_the_order_in_which_a_runtime_runs_the_hooks() -> None:
          "args": ["--claim", UID, "--share", "gpu"]}},
     ],
 )  # fmt: skip
-def test_documents_without_a_claim(found: dict[str, Any]) -> None:
+def test_other_documents_name_no_claim(found: dict[str, Any]) -> None:
     assert find_claims(found, OWN) == ()
 
 
@@ -177,7 +177,7 @@ def test_a_container_with_a_claim_is_not_edited(tmp_path: Path) -> None:
 @given(st.dictionaries(st.sampled_from(
     ["memory", "compute", "compute-limit", "count", "devices", "strategy", "capabilities", "driver"]
 ), st.just("1")))  # fmt: skip
-def test_annotations_that_are_allowed_together_with_a_claim(names: dict[str, str]) -> None:
+def test_only_two_annotations_are_allowed_together_with_a_claim(names: dict[str, str]) -> None:
     annotations = {f"tidegate.gpu/{name}": value for name, value in names.items()}
     if set(names) <= {"capabilities", "driver"}:
         refuse_beside(annotations, "claim default/train")
@@ -192,7 +192,7 @@ def test_an_annotation_that_names_a_claim_is_unknown() -> None:
             parse_annotations({f"tidegate.gpu/{name}": UID})
 
 
-def test_the_specification_of_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claims_specification_has_nodes_and_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     def nodes(_: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...]:
         numbered = [(f"/dev/nvidia{minor}", 195, minor) for minor in minors]
         return tuple(

@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--solo", type=float, default=3.0, help="duration of each job's solo run (default: 3 s)"
     )
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/churn")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

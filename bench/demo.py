@@ -363,7 +363,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "build/demo")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile in the workloads")
     parser.add_argument(
         "--set",

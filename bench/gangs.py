@@ -463,7 +463,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="duration of each arm (default: its own)")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all parts (480)")
     parser.add_argument("--scheduling", choices=("gate", "hardware"), default="gate")
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gangs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

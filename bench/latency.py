@@ -392,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
         " rest",
     )  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     args = parser.parse_args(argv)
     args.compile = False
     args.output, args.build = args.output.resolve(), args.build.resolve()

@@ -61,7 +61,7 @@ def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
 def judge(report: dict[str, Any]) -> list[str]:
     """Return the faults of a run, one line each."""
     limit, counts = report["limit"], report["oom_stress"]
-    most = limit + report["nobodys"] * report["processes"]
+    most = limit + report["unattributed"] * report["processes"]
     wrong = []
     stretch = longest_stretch([(at, used) for at, used, _ in report["samples"]], most)
     if stretch > STRETCH_S:
@@ -112,7 +112,7 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
         "oom_stress": last_json(container.output),
         "samples": samples,
         "full": max((held for _, _, held in last), default=0),
-        "nobodys": max((used - held for _, used, held in last), default=0),
+        "unattributed": max((used - held for _, used, held in last), default=0),
     }
 
 
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     (args.output / "memory.json").write_text(json.dumps(report) + "\n")
     counts, limit = report["oom_stress"], report["limit"]
     above = max(used for _, used, _ in report["samples"])
-    above -= limit + report["nobodys"] * args.processes
+    above -= limit + report["unattributed"] * args.processes
     print(
         f"{counts['allocations']} allocations, {counts['refused']} refused,"
         f" {counts['killed']} killed\nquota {limit >> 20} MiB; peak use {above / 2**20:+.1f} MiB"

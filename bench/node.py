@@ -321,8 +321,8 @@ class BenchNode:
                 if status is not None:
                     text = (container.bundle / "output").read_text(errors="replace").strip()
                     raise MachineError(
-                        f"container {container.name} ended with status {status} before working: "
-                        f"{' '.join(text.splitlines()[-3:])}"
+                        f"container {container.name} ended with status {status} before it began to"
+                        f" work: {' '.join(text.splitlines()[-3:])}"
                     )
             if time.monotonic() > deadline:
                 raise MachineError(f"a workload was not ready within {timeout:g} s")

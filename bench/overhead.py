@@ -341,7 +341,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stub", action="store_true", help="use a driver that does nothing")
     parser.add_argument("--step", action="store_true", help="measure steps of PyTorch, not calls")
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument(
         "--pairs", type=at_least(1), help="native and governed runs (10; 40 with --step)"
     )

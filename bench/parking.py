@@ -317,7 +317,7 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: of the machine, the models, and the two busy containers."""
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--parts", default="models,pair", help="of models,pair,deaths")
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
     parser.add_argument("--models", type=int, default=5)

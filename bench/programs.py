@@ -461,7 +461,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     args = parser.parse_args(argv)
     named = [GROUPS.get(name, (name,)) for name in args.names]
     args.names = list(dict.fromkeys(itertools.chain.from_iterable(named)))

@@ -408,7 +408,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--solo", type=float, default=4.0, help="duration of each job's solo run (default: 4 s)"
     )
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

@@ -77,7 +77,7 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
             time.sleep(AFTER_S)
             events.append((killed, started, answers))
             took = (answers - started) / NS_PER_MS
-            print(f"kill {i + 1}: the next one answers {took:.0f} ms after its start", flush=True)
+            print(f"kill {i + 1}: the next governor answers {took:.0f} ms after its start", flush=True)
         node.check_scheduling()
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/restarts")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

@@ -208,7 +208,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     name_commit(run, options.commit)
     if claimed != judge_memory(report):
         raise ResultError("the samples do not give the faults that the report claims")
-    most = report["limit"] + report["nobodys"] * report["processes"]
+    most = report["limit"] + report["unattributed"] * report["processes"]
     used = [(at, value) for at, value, _ in report["samples"]]
     return {
         "suite": "memory",

@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.suspension", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
+    parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--held-mib", type=int, default=4096, help="memory that is held (4096)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--scheduling", choices=["auto", "hardware", "gate"], default="auto")

@@ -14,7 +14,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2, as argparse does."""
-        self.exit(2, f"{self.prog}: {one_line(message)}; {self.prog} --help tells more\n")
+        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
 
     def parse_verb(self, args: Sequence[str]) -> argparse.Namespace:
         """Parse arguments that begin with a verb; surplus ones are reported as the verb's error."""
@@ -22,5 +22,5 @@ class Parser(argparse.ArgumentParser):
         if rest:
             name = f"{self.prog} {options.verb}"
             words = " ".join(rest)
-            self.exit(2, f"{name}: {one_line(words)} is not accepted; {name} --help tells more\n")
+            self.exit(2, f"{name}: {one_line(words)} is not accepted; see {name} --help\n")
         return options

@@ -217,7 +217,10 @@ class Server:
                 case "reload" if self.settings is not None:
                     return {"ok": True, **await self.settings.reload()}
                 case "config" | "reload":
-                    raise RequestError("this governor reads no file", hint="start another")
+                    raise RequestError(
+                        "this governor has no configuration files to reload",
+                        hint="start tidegate-governor, which reads them",
+                    )
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:

@@ -100,7 +100,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
             f" but {have} room: {short[0].missing(quota)}"
         )
     if len(short) > 1:
-        others = "1 other misses" if len(short) == 2 else f"{len(short) - 1} others miss"
+        others = "1 other is short" if len(short) == 2 else f"{len(short) - 1} others are short"
         message += f", {others} by as much or more"
     message += _in_pieces(rooms, quota, count)
     return RefusedError(message, hint=_hint(rooms, quota, count, least, fewer=fitting))
@@ -121,7 +121,7 @@ def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
         pieces.append(f"{all_memory // MIB} MiB")
     if not compute and all_compute >= count * quota.compute:
         pieces.append(f"{all_compute} %")
-    return f", though all together have {' and '.join(pieces)}" if pieces else ""
+    return f", although all GPUs together have {' and '.join(pieces)}" if pieces else ""
 
 
 def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer: int) -> str:

@@ -94,7 +94,7 @@ def check(document: object, where: str) -> None:
         problem = f"{_cut(field)} is not an option"
         hint = f"did you mean {close[0]}?" if close else hint
     elif error.validator == "not":
-        problem = "computeLimit and strict: true say different things"
+        problem = "computeLimit and strict: true contradict each other"
         hint = "leave one of them out"
     elif error.validator == "required":
         problem = _cut(error.message)

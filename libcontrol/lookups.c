@@ -145,7 +145,7 @@ static cold void lookup_log(const char *symbol)
         return;
     snprintf(line, sizeof line,
              "%.80s was refused, because the control library does not know it "
-             "(unknown_functions: refuse); tidegate inspect on the node names others",
+             "(unknown_functions: refuse); tidegate inspect on the node lists all such functions",
              symbol);
     control_log(line);
 }

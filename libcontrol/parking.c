@@ -3,6 +3,7 @@
 #include "parking.h"
 
 #include <pthread.h>
+#include <string.h>
 
 #define PARKING_NAP_NS    (50 * NS_PER_MS) /* longest sleep between two checks of the state */
 #define PARKING_SETTLE_NS (10 * NS_PER_S)  /* longest wait for calls that free memory */
@@ -281,8 +282,7 @@ void parking_after_fork(void)
 {
     use_of_contexts.word = 0;
     publish_lock.word = 0;
-    totals.awaiting = 0;
-    totals.movable = 0;
+    memset(&totals, 0, sizeof totals);
     parking_on = 0;
     state = PARKING_RESIDENT;
     n_inside = 0;

@@ -81,7 +81,7 @@ bool parking_turn(enum parking_state from, enum parking_state to);
 /* Waits until no call is under way that entered before. Returns false if one takes too long. */
 bool parking_settle(void);
 void parking_expire(void);  /* ends a CLOSING that takes too long; a helper calls this */
-void parking_publish(void); /* writes to the ledger what has changed */
+void parking_publish(void); /* writes the totals to the ledger */
 void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that can be moved */
 void parking_count(uint64_t bytes, uint64_t ns); /* a move took this long */
 void parking_after_fork(void);

@@ -108,7 +108,7 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
     for hook in found:
         if hook.fault is not None:
             yield wrong(
-                f"{hook.fault}: Podman and CRI-O start no container with it", f"rm {hook.path}"
+                f"{hook.fault}: with this file, Podman and CRI-O start no containers", f"rm {hook.path}"
             )
         elif is_ours(hook):
             yield from _examine(node, hook)
@@ -151,7 +151,7 @@ def _matches(pattern: str, text: str) -> bool:
 def stages(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Buildah knows the stages of all hooks that it reads."""
     if node.find("podman") is None and node.find("buildah") is None:
-        yield note("neither Buildah nor Podman, which contains it, is installed")
+        yield note("neither Buildah nor Podman (which includes Buildah) is installed")
         return
     right = True
     for hook in files(node, BUILDAH):

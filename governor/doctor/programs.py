@@ -154,7 +154,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
     hook = _script(node, hook) if hook else None
     text = node.read(hook) if hook else None
     if hook is None or text is None:
-        raise UnseenError(f"{HOOK} is missing, so it is not known which python3 would run it")
+        raise UnseenError(f"{HOOK} is missing, so the python3 that would run it is unknown")
     line = re.match(r"#! *(/\S+)", text)
     if line is None:
         yield wrong(f"{hook} does not begin with #!: the kernel does not run it", PACKAGE)

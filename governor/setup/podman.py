@@ -126,7 +126,7 @@ def _require_own(root: Root, directory: str) -> None:
         raise SetupError(
             f"CRI-O reads hooks from {root.shown(directory)} as well, and does not start with "
             "the stage precreate",
-            hint="name another directory with --hooks-dir, or take it out of CRI-O's hooks_dir",
+            hint="name another directory with --hooks-dir, or remove it from CRI-O's hooks_dir",
         )
     # The drop-in applies to all users, and Podman starts no container if it cannot read a
     # directory.
@@ -182,7 +182,7 @@ def _drop_in(
     if text is None or directory not in found.directories:
         for_it = "".join(f' for "{old}"' for old in sorted(left & {*found.directories}))
         raise SetupError(
-            f"{root.shown(found.by or DROP_IN)} has Podman read hooks from "
+            f"{root.shown(found.by or DROP_IN)} makes Podman read hooks from "
             f"{', '.join(found.directories)}",
             hint=f'write "{directory}"{for_it} to hooks_dir there, and run it again',
         )
@@ -266,7 +266,9 @@ def _look_at_processes(
     if changes:
         result.todo = [service.restart for service in found]
         if names:
-            result.todo.append(f"{restart}    # a restart by policy would be without the hooks")
+            result.todo.append(
+                f"{restart}    # if a restart policy restarts them, they run without the hooks"
+            )
     else:
         result.notes += [
             f"{service.shown} started before the hooks were set up, and starts containers without "
@@ -275,8 +277,8 @@ def _look_at_processes(
         ]
         if names:
             result.notes.append(
-                f"{', '.join(names)} started before the hooks were set up, and a restart by policy "
-                f"is without them: {restart}"
+                f"{', '.join(names)} started before the hooks were set up, and if a restart "
+                f"policy restarts them, they run without the hooks: {restart}"
             )
     result.todo = result.todo or [UNDONE]
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Set the description; the verb has no options."""
     parser.description = (
         "Prints a shell script that installs the programs where engines look for them, the"
-        " configuration and the units. A package has done all of this."
+        " configuration and the units. A package does all of this."
     )
 
 

@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute-limit",
         type=_percent,
         metavar="PERCENT",
-        help="the most that it may use while others leave time idle",
+        help="maximum share that it may use while others leave time idle",
     )
     parser.add_argument(
         "--class",
         choices=CLASSES,
         dest="work_class",
-        help="class of its work, as tidegate.gpu/class",
+        help="class of its work, like the annotation tidegate.gpu/class",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"

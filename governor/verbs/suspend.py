@@ -8,7 +8,7 @@ import sys
 from governor.client import ask, node_config
 from governor.listing import Listing, find, safe
 
-SUMMARY = "Move a container's GPU memory to host memory, and let the container wait"
+SUMMARY = "Move a container's GPU memory to host memory, and make the container wait"
 
 MIB = 1 << 20
 LONGEST_S = 3600.0

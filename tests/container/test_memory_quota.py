@@ -32,7 +32,7 @@ def test_processes_that_compete_for_memory_do_not_exceed_the_quota(
 GOOD = {
     "limit": 100 << 20,
     "processes": 2,
-    "nobodys": 1 << 20,
+    "unattributed": 1 << 20,
     "samples": [[0.0, 0, 0], [1.0, 102 << 20, 102 << 20], [2.0, 100 << 20, 99 << 20]],
     "full": 99 << 20,
     "after": 0,

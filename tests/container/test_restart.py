@@ -538,5 +538,5 @@ def test_the_memory_quota_holds_while_governors_come_and_go(node: BenchNode) -> 
     fought = last_json(allocator.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
     # Memory that belongs to no process (the driver's part of a context) is not in a quota: see bench/memory.py.
-    most = LIMIT + 4 * (nobodys_part := 8 * MIB)
-    assert memory.longest_stretch(samples, most) < memory.STRETCH_S, nobodys_part
+    most = LIMIT + 4 * (unattributed := 8 * MIB)
+    assert memory.longest_stretch(samples, most) < memory.STRETCH_S, unattributed

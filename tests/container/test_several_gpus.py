@@ -310,7 +310,7 @@ def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
     assert (
         "tidegate: 2 of 4 GPUs were requested, but none has room: "
         "GPU 1 has 40 % of its time left to guarantee, but 50 % was requested (10 % short), 3 others "
-        "miss by as much or more, though all together have 120 %; ask for 40 % of the time at most, or wait until a container ends"
+        "are short by as much or more, although all GPUs together have 120 %; ask for 40 % of the time at most, or wait until a container ends"
     ) in refused.output
 
 

@@ -368,7 +368,7 @@ CASE(cuStreamUpdateCaptureDependencies_v2, PTSZ | FREE, (need_capture()), fn(v.c
 CASE(cuStreamAttachMemAsync, PTSZ | PAID, (need_managed()), fn(w.stream, v.p, 0, CU_MEM_ATTACH_GLOBAL));
 CASE(cuStreamQuery, PTSZ | FREE, (), fn(w.stream));
 CASE(cuStreamSynchronize, PTSZ, (), fn(w.stream));
-VARIANT(cuStreamSynchronize, "a pool gives back", PTSZ | OWN | FREE, (need_pooled(); NEED(CU(cuMemFreeAsync)(v.p, w.stream))), fn(w.stream));
+VARIANT(cuStreamSynchronize, "a pool releases memory", PTSZ | OWN | FREE, (need_pooled(); NEED(CU(cuMemFreeAsync)(v.p, w.stream))), fn(w.stream));
 CASE(cuStreamDestroy, 0, (EACH_STREAM((NEED(CU(cuStreamCreate)(s, 0)), CUDA_SUCCESS))), EACH_STREAM(fn(*s)));
 CASE(cuStreamDestroy_v2, LATE, (EACH_STREAM((NEED(CU(cuStreamCreate)(s, 0)), CUDA_SUCCESS))), EACH_STREAM(fn(*s)));
 CASE(cuStreamCopyAttributes, PTSZ, (NEED(CU(cuStreamCreate)(&v.stream, 0))), fn(v.stream, w.stream));
@@ -727,7 +727,7 @@ CASE(cuDeviceGetCliqueInfo, 0, (v.n = 8), ({ CUcliqueInfo c[8]; fn(c, &v.n, w.de
 CASE(cuMemGetLocationInfo, 0, (need_managed()), fn(v.p, TAKE, TAKE, 0, &v.location));
 CASE(cuGraphAddNode_v3, 0, (need_graph()), fn(&v.node, v.graph, NULL, NULL, 0, kernel_params()));
 CASE(cuGraphNodeSetParams_v2, 0, (need_kernel_node()), fn(v.node, kernel_params()));
-NOT_HERE(cuCheckpointOperationComplete, 0, "needs a checkpoint to storage of a program's own");
+NOT_HERE(cuCheckpointOperationComplete, 0, "needs a checkpoint to the program's own storage");
 #endif
 
 /* ---- since CUDA 13.5 ---- */

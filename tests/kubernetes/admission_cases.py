@@ -113,7 +113,7 @@ REFUSE: dict[str, tuple[Document, str]] = {
     "strict as text": (claim(parameters(strict="yes")), "strict is true or false"),
     "a strategy": (claim(parameters(strategy="exclusive")), "strategy is auto, timeslice or mps"),
     "a class of work": (claim(parameters(**{"class": "fast"})), "class is throughput or latency"),
-    "strict with a limit": (claim(parameters(strict=True, computeLimit=50)), "say different things"),
+    "strict with a limit": (claim(parameters(strict=True, computeLimit=50)), "contradict each other"),
     "a limit below the share": (claim(parameters(computeLimit=20), "30"), "is below the compute"),
     "a limit below its request": (claim(parameters(computeLimit=20), "30", requests=("gpu",)), "is below the compute"),
     "in a template": (template(parameters(x=1)), "x is not an option"),

@@ -13,23 +13,23 @@ from kube import main as dra
 @pytest.mark.parametrize(
     ("run", "arguments", "line"),
     [
-        (cli.main, ["ps", "--jsn"], "tidegate ps: --jsn is not accepted; tidegate ps --help tells more"),
-        (cli.main, ["ps", "one\nmore"], "tidegate ps: one more is not accepted; tidegate ps --help tells more"),
+        (cli.main, ["ps", "--jsn"], "tidegate ps: --jsn is not accepted; see tidegate ps --help"),
+        (cli.main, ["ps", "one\nmore"], "tidegate ps: one more is not accepted; see tidegate ps --help"),
         (
             cli.main,
             ["set"],
-            "tidegate set: the following arguments are required: container; tidegate set --help tells more",
+            "tidegate set: the following arguments are required: container; see tidegate set --help",
         ),
-        (cli.main, [], "tidegate: the following arguments are required: VERB; tidegate --help tells more"),
+        (cli.main, [], "tidegate: the following arguments are required: VERB; see tidegate --help"),
         (
             daemon.main,
             ["--confg", "x"],
-            "tidegate-governor: unrecognized arguments: --confg x; tidegate-governor --help tells more",
+            "tidegate-governor: unrecognized arguments: --confg x; see tidegate-governor --help",
         ),
         (
             dra.main,
             ["--look-every", "soon"],
-            "tidegate-dra: argument --look-every: invalid float value: 'soon'; tidegate-dra --help tells more",
+            "tidegate-dra: argument --look-every: invalid float value: 'soon'; see tidegate-dra --help",
         ),
     ],
 )  # fmt: skip

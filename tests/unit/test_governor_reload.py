@@ -401,7 +401,10 @@ def test_a_governor_without_files_refuses_a_reload(
     try:
         began = time.monotonic()
         assert cli.main(["reload", "--runtime-dir", str(tmp_path)]) == 65
-        assert capsys.readouterr().err == "tidegate: this governor reads no file; start another\n"
+        assert capsys.readouterr().err == (
+            "tidegate: this governor has no configuration files to reload; start"
+            " tidegate-governor, which reads them\n"
+        )
         assert time.monotonic() - began < 10
     finally:
         governor.close()

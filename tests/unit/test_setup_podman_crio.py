@@ -166,7 +166,7 @@ def test_a_later_drop_in_would_take_precedence_and_is_named(root, capsys):
     before = snapshot(root)
     assert setup(root, "podman") == 73
     err = capsys.readouterr().err
-    assert "containers.conf.d/99.conf has Podman read hooks from /a; write " in err
+    assert "containers.conf.d/99.conf makes Podman read hooks from /a; write " in err
     assert snapshot(root) == before
     put(root, CONF, "[engine]\n")
     (root / "etc/containers/containers.conf.d/99.conf").unlink()
@@ -263,7 +263,7 @@ def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatc
     before = snapshot(root)
     assert setup(root, "podman") == 73
     assert capsys.readouterr().err.endswith(
-        f"{CONF} has Podman read hooks from /usr/share/containers/oci/hooks.d, {FORMER}; "
+        f"{CONF} makes Podman read hooks from /usr/share/containers/oci/hooks.d, {FORMER}; "
         f'write "{HOOKS}" for "{FORMER}" to hooks_dir there, and run it again\n'
     )
     assert snapshot(root) == before
@@ -353,7 +353,7 @@ def test_drop_ins_that_only_podman_6_reads_count_where_podman_cannot_be_queried(
 ):
     put(root, f"{directory}/99.conf", '[engine]\nhooks_dir = ["/a"]\n')
     assert setup(root, "podman") == 73
-    assert "99.conf has Podman read hooks from /a; write " in capsys.readouterr().err
+    assert "99.conf makes Podman read hooks from /a; write " in capsys.readouterr().err
 
 
 def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
@@ -395,12 +395,12 @@ def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsy
     (root / "var/lib/containers/storage/overlay-containers/gone/userdata/config.json").unlink()
     assert setup(root, "podman") == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "to do: podman restart another trainer    # a restart by policy would be without the hooks"
+        "to do: podman restart another trainer    # if a restart policy restarts them, they run without the hooks"
     )
     assert setup(root, "podman") == 0
     assert capsys.readouterr().out.splitlines()[0] == (
-        "note: another, trainer started before the hooks were set up, and a restart by policy is "
-        "without them: podman restart another trainer"
+        "note: another, trainer started before the hooks were set up, and if a restart "
+        "policy restarts them, they run without the hooks: podman restart another trainer"
     )
 
 

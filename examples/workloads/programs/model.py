@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds device memory like a loaded model, and answers questions, until a file appears.
+"""Holds device memory like a loaded model, and answers requests, until a file appears.
 
     model.py --bytes N --out DIR [--busy]
 
@@ -95,7 +95,7 @@ class Model:
 
 def main() -> None:
     """Hold the memory, and answer."""
-    parser = argparse.ArgumentParser(description="Holds device memory and answers questions.")
+    parser = argparse.ArgumentParser(description="Holds device memory and answers requests.")
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--busy", action="store_true", help="compute all the time")

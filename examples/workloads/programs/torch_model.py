@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds the weights of a model in PyTorch, and answers questions, until a file appears.
+"""Holds the weights of a model in PyTorch, and answers requests, until a file appears.
 
     torch_model.py --bytes N --out DIR
 
@@ -66,7 +66,7 @@ class Layers:
 
 def main() -> None:
     """Hold the weights, and answer."""
-    parser = argparse.ArgumentParser(description="Holds a model's weights and answers questions.")
+    parser = argparse.ArgumentParser(description="Holds a model's weights and answers requests.")
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

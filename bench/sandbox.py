@@ -259,7 +259,7 @@ class GrantSandbox:
             fds.append(os.memfd_create("tidegate-arena", os.MFD_CLOEXEC))
             os.ftruncate(fds[1], size)
             pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "arena", size)
-        socket.send_fds(process, [struct.pack("I", slot)], fds)
+        _answer(process, slot, fds)
         for fd in fds[1:]:
             os.close(fd)
 
@@ -274,7 +274,7 @@ class GrantSandbox:
             known.close()
         self._processes[slot] = process
         self.returned += 1
-        socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
+        _answer(process, slot, [self._ledger_fd])
 
     def lose_ledger(self) -> None:
         """Continue with a new ledger, like a governor that did not find the previous one."""
@@ -296,3 +296,9 @@ class GrantSandbox:
         for process in list(self._processes.values()):
             with contextlib.suppress(OSError):
                 process.shutdown(socket.SHUT_RDWR)
+
+
+def _answer(process: socket.socket, slot: int, fds: list[int]) -> None:
+    """Send a process its slot and descriptors, unless it has closed the connection."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(process, [struct.pack("I", slot)], fds)

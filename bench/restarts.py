@@ -77,7 +77,9 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
             time.sleep(AFTER_S)
             events.append((killed, started, answers))
             took = (answers - started) / NS_PER_MS
-            print(f"kill {i + 1}: the next governor answers {took:.0f} ms after its start", flush=True)
+            print(
+                f"kill {i + 1}: the next governor answers {took:.0f} ms after its start", flush=True
+            )
         node.check_scheduling()
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)

@@ -107,9 +107,7 @@ class ClaimShares:
                 )
         return tuple(gpu.device for gpu in gpus)
 
-    def use(
-        self, shares: Sequence[tuple[Claim, ClaimShare]], capabilities: Iterable[str]
-    ) -> bool:
+    def use(self, shares: Sequence[tuple[Claim, ClaimShare]], capabilities: Iterable[str]) -> bool:
         """Return whether a container with these shares may be parked.
 
         If it may not although a claim may, its memory counts as memory that stays until its end.

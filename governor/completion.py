@@ -66,9 +66,7 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
     return Quota(memory, compute, limit, request.work_class)
 
 
-def may_park(
-    config: Config, gpus: int, capabilities: Iterable[str] = (), *, allowed: bool
-) -> bool:
+def may_park(config: Config, gpus: int, capabilities: Iterable[str] = (), *, allowed: bool) -> bool:
     """Return whether memory on so many GPUs may be parked, where the GPU supports it.
 
     `allowed` tells whether the container or the claim allows it. The memory of a container with

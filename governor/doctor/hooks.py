@@ -108,7 +108,8 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
     for hook in found:
         if hook.fault is not None:
             yield wrong(
-                f"{hook.fault}: with this file, Podman and CRI-O start no containers", f"rm {hook.path}"
+                f"{hook.fault}: with this file, Podman and CRI-O start no containers",
+                f"rm {hook.path}",
             )
         elif is_ours(hook):
             yield from _examine(node, hook)

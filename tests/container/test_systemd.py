@@ -416,7 +416,10 @@ def test_each_path_at_which_a_driver_may_appear_is_watched_before_it_exists(mach
     for name, path in (
         ("ldconfig", machine.rootfs / "etc/ld.so.cache"),
         ("Debian's driver", machine.libdir / "nvidia/current/libcuda.so.535.1.2"),
-        ("a driver that was installed by hand", machine.rootfs / "usr/local/nvidia/lib64/libcuda.so.535.1.2"),
+        (
+            "a driver that was installed by hand",
+            machine.rootfs / "usr/local/nvidia/lib64/libcuda.so.535.1.2",
+        ),
         ("another file there", machine.rootfs / "usr/local/nvidia/lib64/libcuda.so.535.1.3"),
         ("the driver container", run / "driver/bin"),
         ("the operator's mark", run / "validations/.driver-ctr-ready"),

@@ -154,7 +154,10 @@ def test_parameters_for_a_request_apply_to_its_alternatives() -> None:
         ),
         ({"computLimit": 50}, "computLimit is not an option; did you mean computeLimit?"),
         ({"strategy": "fair"}, "strategy: 'fair' is not one of ['auto', 'timeslice', 'mps']"),
-        ({"strict": True, "computeLimit": 5}, "computeLimit and strict: true contradict each other"),
+        (
+            {"strict": True, "computeLimit": 5},
+            "computeLimit and strict: true contradict each other",
+        ),
         ({"kind": "GpuConfig"}, "kind: 'TidegateConfig' was expected"),
         (
             {"computeLimit": 20},

@@ -322,7 +322,9 @@ def test_claims_and_strategies() -> None:
         )
     allocations.set_closed(devices[1].uuid, "its MPS server starts")
     allocations.claims.admit(claim("f", 1))  # the server may be running when a container starts
-    with pytest.raises(RefusedError, match="GPU 1 of claim default/a accepts no containers at present"):
+    with pytest.raises(
+        RefusedError, match="GPU 1 of claim default/a accepts no containers at present"
+    ):
         allocations.claims.devices(claim("a", 1), both[:1])
 
 
@@ -340,7 +342,9 @@ def test_a_closed_gpu_takes_no_container_and_keeps_its_own() -> None:
     quota, _ = allocations.admit("a", ask(memory="2Gi", strategy="mps"))
     allocations.set_closed(gpus(3)[1].uuid, "its MPS server is away")
     for asked in ({"strategy": "mps"}, {"devices": "1"}):
-        with pytest.raises(RefusedError, match="GPU 1 accepts no containers at present: its MPS server"):
+        with pytest.raises(
+            RefusedError, match="GPU 1 accepts no containers at present: its MPS server"
+        ):
             allocations.admit("b", ask(memory="2Gi", **asked))
     allocations.change("a", Quota(quota.memory // 2, 10, 10))
     assert chosen(allocations, "c", memory="2Gi") == [0]

@@ -35,9 +35,7 @@ def compile_steps(program: ProgramCheck, *options: str) -> Path:
     directory = Path(program.until_end.enter_context(tempfile.TemporaryDirectory()))
     made = directory / "steps"
     source = Path(__file__).with_name("steps.cu")
-    done = run_tool(
-        [compiler, "-arch=native", *options, "-o", str(made), str(source), "-lcuda"]
-    )
+    done = run_tool([compiler, "-arch=native", *options, "-o", str(made), str(source), "-lcuda"])
     program.check("nvcc compiles and links with libcuda", done.returncode == 0, done.stdout)
     return made
 

@@ -32,8 +32,8 @@ _PARKABLE = frozenset({"compute", "utility", "compat32"})
 def unparkable(capabilities: Iterable[str]) -> list[str]:
     """Return the capabilities with which a container's memory cannot be parked in host memory.
 
-    Their libraries call the driver through interfaces that the control library does not see: a video
-    decoder writes to memory that CUDA has allocated.
+    Their libraries call the driver through interfaces that the control library does not see: a
+    video decoder writes to memory that CUDA has allocated.
     """
     return sorted(set(capabilities) - _PARKABLE)
 

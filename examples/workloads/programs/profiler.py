@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests PyTorch's profiler, which uses CUPTI: the same kernels, each with a launch and a duration."""
+"""Tests PyTorch's profiler (CUPTI): the same kernels, each with a launch and a duration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests compute-sanitizer: it finds a write beyond an allocation, and nothing in a correct program."""
+"""Tests compute-sanitizer: it finds a write beyond an allocation, and no error where none is."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
         )
     if len(quotas) > N_DEVICES:
         raise RefusedError(
-            f"{_name(shares)} has {len(quotas)} GPUs, but a container may have {N_DEVICES}",
+            f"{_name(shares)} has {len(quotas)} GPUs, but a container may have at most {N_DEVICES}",
             hint=f"ask for {N_DEVICES} at most",
         )
     if len(set(quotas.values())) > 1:

@@ -125,7 +125,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         (
             "defaults: {compute: 20}", ["memory=1Gi", "compute-limit=10"],
             ["memory        1Gi of each GPU",
-             "compute       10 % of each GPU's time, guaranteed, the node's default",
+             "compute       10 % of each GPU's time, guaranteed, because of the limit",
              "compute-limit 10 %: no idle time is lent"],
         ),
     ],

@@ -171,7 +171,7 @@ def test_a_later_drop_in_would_take_precedence_and_is_named(root, capsys):
     put(root, CONF, "[engine]\n")
     (root / "etc/containers/containers.conf.d/99.conf").unlink()
     assert setup(root, "podman") == 73
-    assert "50-tidegate.conf has Podman read" in capsys.readouterr().err
+    assert "50-tidegate.conf makes Podman read" in capsys.readouterr().err
 
 
 def test_an_edited_drop_in_of_podman_leaves_what_is_not_ours(root):

@@ -59,6 +59,9 @@ RESEND_S = 10.0
 """Interval in seconds at which the health is sent; after 30 s the kubelet counts it as unknown."""
 RESERVE_S = 2.0
 """Time in seconds that a call must have left for work on a claim to begin."""
+MAX_DEADLINE_S = 86400.0
+"""Maximum time in seconds that a call with a deadline has left. Of a call without a deadline gRPC
+says that it has centuries."""
 ANSWER_S = 3.0
 """Time in seconds before its deadline at which a waiting call gives up and returns the reason."""
 SOCKET_LIMIT = 107
@@ -149,7 +152,9 @@ def _call(context: Any, reference: Reference) -> CallContext:
     def left() -> float:
         remaining = context.time_remaining()
         # Without a deadline the driver cannot tell when the caller is gone, so it does not wait.
-        return 0.0 if remaining is None else float(remaining) - ANSWER_S
+        if remaining is None or remaining > MAX_DEADLINE_S:
+            return 0.0
+        return float(remaining) - ANSWER_S
 
     def when_ended(tell: Callable[[], None]) -> None:
         if not context.add_callback(tell):

@@ -138,7 +138,9 @@ class Kubelet:
             self._channel.close()
             self._channel = None
 
-    def prepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
+    def prepare(
+        self, *claims: tuple[str, str, str], timeout: float | None = 20.0
+    ) -> dict[str, Any]:
         """Call NodePrepareResources for (namespace, name, uid); return the answers by uid."""
         messages, services = PREFERRED[self.chosen]
         stub = services.DRAPluginStub(self._channel)

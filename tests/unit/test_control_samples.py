@@ -113,6 +113,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
+def until_it_waits(node: MemoryNode, agent: Agent) -> None:
+    """Wait until an agent waits for a sample."""
+    wait_for(lambda: agent.field("provisional_ns") > node.read("reconciled_ns"))
+
+
 def take(agent: Agent, n: int) -> None:
     agent.run(f"blocks = [{TAKE} for _ in range({n})]")
 
@@ -137,7 +142,7 @@ def test_a_sample_during_an_allocation_causes_no_later_refusal(node, agent, gove
     assert (governor.debt.bytes, governor.debt.least) == (EXPECTED, CONTEXT)
     take(agent, N_BLOCKS - 2)
     agent.send(TAKE)
-    time.sleep(0.1)
+    until_it_waits(node, agent)
     # A process that waits does not change its charges, however long NVML takes.
     governor.sample(during=lambda: time.sleep(0.1))
     assert (governor.debt.bytes, governor.debt.least) == (CONTEXT, CONTEXT)
@@ -150,7 +155,7 @@ def test_samples_that_race_again_are_followed_by_others(node, agent, governor) -
     raced(governor, agent)
     agent.send(TAKE)
     for _ in range(3):
-        wait_for(lambda: agent.field("provisional_ns") > node.read("reconciled_ns"))
+        until_it_waits(node, agent)
         node.write("reconciled_ns", time.monotonic_ns())
     governor.sample()
     agent.answer()
@@ -211,7 +216,7 @@ def test_a_pool_that_grew_without_a_claim_counts_once(node, agent, governor) -> 
     agent.run("driver.call('cuStreamSynchronize', stream); driver.call('cuMemFree_v2', small)")
     refused = agent.field("refused")
     agent.send("driver.allocate(2 << 20)")
-    time.sleep(0.1)
+    until_it_waits(node, agent)
     with repeating(governor.sample):  # until the pool was queried as well
         agent.answer()
     assert agent.field("refused") == refused
@@ -222,7 +227,7 @@ def test_one_wait_after_another_may_succeed(node, agent, governor) -> None:
     for _ in range(3):
         governor.publish(found + BLOCK, found)
         agent.send(f"block = {TAKE}")
-        time.sleep(0.1)
+        until_it_waits(node, agent)
         governor.publish(found, found)
         agent.answer()
         agent.run("driver.call('cuMemFree_v2', block)")
@@ -251,11 +256,11 @@ def test_several_threads_wait_at_the_same_time(agent, governor) -> None:
     assert agent.number("len(done)") == 3
 
 
-def test_a_process_that_waits_writes_no_charges(agent, governor) -> None:
+def test_a_process_that_waits_writes_no_charges(node, agent, governor) -> None:
     """A sample during a claim is uncertain, and so would be each sample during the wait."""
     found = raced(governor, agent)
     agent.send(TAKE)
-    time.sleep(0.1)
+    until_it_waits(node, agent)
     before = [agent.field(name) for name in ("memory", "returned", "moving")]
     time.sleep(0.1)
     assert [agent.field(name) for name in ("memory", "returned", "moving")] == before

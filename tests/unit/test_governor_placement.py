@@ -199,9 +199,13 @@ def test_a_node_with_failing_gpus_reports_the_reason() -> None:
 
 
 def test_more_gpus_than_a_container_may_have_are_refused() -> None:
-    with pytest.raises(RefusedError, match="17 GPUs were requested, but a container may have at most 16"):
+    with pytest.raises(
+        RefusedError, match="17 GPUs were requested, but a container may have at most 16"
+    ):
         PlacementNode(20, Topology()).start(count=17)
-    with pytest.raises(RefusedError, match="17 GPUs were requested, but a container may have at most 16"):
+    with pytest.raises(
+        RefusedError, match="17 GPUs were requested, but a container may have at most 16"
+    ):
         PlacementNode(20, Topology()).start(devices=",".join(map(str, range(17))))
 
 

@@ -181,7 +181,6 @@ def test_two_governors_do_not_steer_one_gpu(
     node: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert service.BUSY_S < remote.START_S  # so the governor gets the refusal
-    monkeypatch.setattr(service, "BUSY_S", 0.2)
     path = str(tmp_path / "own.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
@@ -189,8 +188,10 @@ def test_two_governors_do_not_steer_one_gpu(
         own = service.SteeringService(listener, lambda _: node.watch, is_passed=False)
         threading.Thread(target=own.run, daemon=True).start()
         first = RemoteHardware(node.uuid, path)
-        with pytest.raises(OSError, match="another governor steers this GPU"):
-            RemoteHardware(node.uuid, path)
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "BUSY_S", 0.2)
+            with pytest.raises(OSError, match="another governor steers this GPU"):
+                RemoteHardware(node.uuid, path)
         first.close()
         RemoteHardware(node.uuid, path).close()
 

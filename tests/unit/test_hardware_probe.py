@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,17 +49,32 @@ def gpu(build_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sim
     return SimpleNamespace(hardware=hardware, uuid=uuid, library=str(library))
 
 
+N_TRIES = 10
+
+
 def run_probe(
     gpu: SimpleNamespace,
     hardware: Any = None,
     *,
     uuid: str = "",
     library: str = "",
-    others: Callable[[], set[int]] = set,
+    others: Sequence[set[int]] = (),
     is_ending: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Test the GPU; `others` returns the pids of other processes that compute on it."""
-    probe(hardware or gpu.hardware, library or gpu.library, uuid or gpu.uuid, others, is_ending)
+    """Test the GPU; `others` has the pids of other processes that compute on it, look by look.
+
+    On a busy machine, the processes of the test may have to wait for a CPU. It is then repeated.
+    """
+    where = hardware or gpu.hardware, library or gpu.library, uuid or gpu.uuid
+    for n in range(1, N_TRIES + 1):
+        looks = itertools.chain(others, itertools.repeat(set()))
+        try:
+            probe(*where, partial(next, looks), is_ending)
+        except NotProbedError as e:
+            if n == N_TRIES or "had to wait for a CPU" not in str(e):
+                raise
+        else:
+            return
 
 
 class Broken:
@@ -108,16 +125,15 @@ def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) 
 @pytest.mark.parametrize("n_before", [0, 1, 2, 3, 4])
 def test_beside_another_process_nothing_is_concluded(gpu: SimpleNamespace, n_before: int) -> None:
     """The other process starts before the test or during it; beside it, all work takes longer."""
-    answers = iter([set()] * n_before + [{1}] * 9)
+    others = [set()] * n_before + [{1}] * 9
     with pytest.raises(NotProbedError, match=r"^other processes use it$"):
-        run_probe(gpu, others=lambda: next(answers))
+        run_probe(gpu, others=others)
 
 
 def test_a_missing_effect_beside_another_process_proves_nothing(gpu: SimpleNamespace) -> None:
     hardware = Broken(gpu.hardware, "switch", None)
-    answers = iter([set(), {1}])
     with pytest.raises(NotProbedError, match=r"^other processes use it$"):
-        run_probe(gpu, hardware, others=lambda: next(answers))
+        run_probe(gpu, hardware, others=[set(), {1}])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +390,7 @@ def test_the_governor_waits_for_the_tests_for_a_short_time(
     build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hooks wait in the meantime, and once containers work, no test can be made."""
-    monkeypatch.setattr("governor.runners.START_S", 0.5)
+    monkeypatch.setattr("governor.runners.START_S", 1.5)
     released = threading.Event()
 
     def opens(its_ending: threading.Event) -> Any:
@@ -389,7 +405,8 @@ def test_the_governor_waits_for_the_tests_for_a_short_time(
             stack.callback(runner.close)
         began = time.monotonic()
         wait_opened(runners)
-        assert 0.5 <= time.monotonic() - began < 3  # for all together
+        assert 1.5 <= time.monotonic() - began < 12  # for all together, not 1.5 s for each
         released.set()
+        monkeypatch.setattr("governor.runners.START_S", 20)
         wait_opened(runners)
         assert all(runner.not_steered == "it cannot be opened" for runner in runners)

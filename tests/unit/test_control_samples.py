@@ -280,19 +280,31 @@ def test_an_allocation_that_a_sample_rules_out_requests_no_other_sample(agent, g
 
 
 def test_a_refusal_waits_for_one_sample_however_many_are_due(node, agent, governor) -> None:
-    """Another process of the container may always have something to report, or claim to."""
+    """Another process of the container may always have something to report, or claim to.
+
+    Without a sample the wait ends after 1.2 s, and the waits of the next 4 s are short.
+    """
     found = raced(governor, agent)
     governor.publish(found + BLOCK, found + BLOCK)
     base = layout.ledger_device(agent.slot, 0)
     pages.write(node.ledger, base, "ledger_device", "provisional_ns", 2**63)
-    agent.send(TAKE)
-    time.sleep(0.1)
-    assert agent.field("refused") == 0
-    node.write("reconciled_ns", time.monotonic_ns())
-    begin = time.monotonic()
-    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
-        agent.answer()
-    assert time.monotonic() - begin < 0.6
+    seconds = []
+    for _ in range(5):
+        before, sent = agent.field("refused"), time.monotonic()
+        agent.send(TAKE)
+        time.sleep(0.1)
+        refused = agent.field("refused") - before
+        node.write("reconciled_ns", time.monotonic_ns())
+        begin = time.monotonic()
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            agent.answer()
+        if begin - sent < 0.8:  # otherwise the sample was late, and the wait may have ended before
+            assert refused == 0
+            seconds.append(time.monotonic() - begin)
+            if seconds[-1] < 0.6:
+                break
+        time.sleep(4.1)
+    assert any(took < 0.6 for took in seconds), seconds
 
 
 def test_a_wait_without_a_result_is_long_only_occasionally(agent, governor) -> None:

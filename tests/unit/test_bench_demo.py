@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from bench.demo import load_line, processors_taken
 
 
-def test_the_processors_that_others_use_are_counted(tmp_path: Path) -> None:
+def test_the_processors_that_others_use_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 1 1 1\n")
 
-    def later() -> None:
-        time.sleep(0.1)
+    def sleep(_: float) -> None:
         # Three quarters of the time since the first reading were used. Waiting for a disk counts as
         # idle.
         stat.write_text("cpu  160 5 60 820 55 0 0 0 0 0\n")
 
-    thread = threading.Thread(target=later)
-    thread.start()
-    taken = processors_taken(0.3, stat)
-    thread.join()
-    assert taken == 0.75 * (os.cpu_count() or 1)
+    monkeypatch.setattr("bench.demo.time", SimpleNamespace(sleep=sleep))
+    assert processors_taken(0.3, stat) == 0.75 * (os.cpu_count() or 1)
 
 
 def test_no_time_passed_is_no_load(tmp_path: Path) -> None:

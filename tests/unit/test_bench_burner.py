@@ -41,6 +41,10 @@ def burn(machine: Simulated, job: str, *options: str) -> tuple[list[int], dict[s
     return [stamp.time for stamp in read_stamps(out)], last_json(done.stdout)
 
 
+def median_gap(ends: list[int]) -> float:
+    return statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
 @pytest.mark.parametrize(
     ("form", "unit_us", "stamp_us"),
     [
@@ -59,38 +63,52 @@ def burn(machine: Simulated, job: str, *options: str) -> tuple[list[int], dict[s
 def test_each_form_stamps_its_units(
     machine: Simulated, form: str, unit_us: int, stamp_us: int | None
 ) -> None:
-    ends, told = burn(machine, f"burner-{unit_us}-{form}", "--seconds", "0.3")
-    assert told["units"] == len(ends) > 10
-    assert ends == sorted(ends)
-    if stamp_us is not None:
-        took = statistics.median(after - before for before, after in itertools.pairwise(ends))
-        # On a busy machine, the burner calibrates a unit to less work.
-        assert 0.3 * stamp_us < took / 1000 < 1.3 * stamp_us
+    runs: list[tuple[int, float]] = []
+    for _ in range(3):  # on a busy machine there are few units, or the calibration is off
+        ends, told = burn(machine, f"burner-{unit_us}-{form}", "--seconds", "0.3")
+        assert told["units"] == len(ends)
+        assert ends == sorted(ends)
+        took_us = median_gap(ends) / 1000 if len(ends) > 10 else 0.0
+        if took_us and (stamp_us is None or 0.3 * stamp_us < took_us < 1.3 * stamp_us):
+            return
+        runs.append((len(ends), took_us))
+    pytest.fail(f"units, and their median duration in us: {runs}")
 
 
 def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
     """For a persistent kernel, the number of iterations is that of one stretch of work."""
-    ends, told = burn(
-        machine, "burner-20000-persistent", "--seconds", "0.2", "--iterations", "250000"
-    )
-    assert told["iterations"] == 250_000
-    took = [after - before for before, after in itertools.pairwise(ends)]
-    assert statistics.median(took) == 250_000
+    job = "burner-20000-persistent"
+    runs: list[float] = []
+    for _ in range(3):  # on a busy machine there may be gaps between the stretches
+        ends, told = burn(machine, job, "--seconds", "0.2", "--iterations", "250000")
+        assert told["iterations"] == 250_000
+        runs.append(median_gap(ends) if len(ends) > 1 else 0.0)
+        if runs[-1] == 250_000:
+            break
+    assert runs[-1] == 250_000, runs
 
 
 def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
     """The duty is half of the time. The GPU's clock is this machine's clock, so the measurements
     agree.
     """
-    ends, told = burn(
-        machine, "burner-500-burn", "--seconds", "4", "--bursts", "5", "--duty", "50",
-        "--iterations", "500000",
-    )  # fmt: skip
-    assert abs(told["clock_ns"]) < 50 * MS
-    assert len(told["bursts"]) >= 2
-    for (begin, end), (again, _) in itertools.pairwise(told["bursts"]):
-        rest, length = ends[again] - ends[end], ends[end] - ends[begin]
-        assert rest == pytest.approx(length, rel=0.5)
+    ratios: list[float] = []
+    for _ in range(3):
+        # The first bursts take 0.5, 0.3 and 1 s. A busy machine may begin fewer than four.
+        ends, told = burn(
+            machine, "burner-500-burn", "--seconds", "5", "--bursts", "4", "--duty", "50",
+            "--iterations", "500000",
+        )  # fmt: skip
+        assert abs(told["clock_ns"]) < 50 * MS
+        ratios += [
+            (ends[again] - ends[end]) / (ends[end] - ends[begin])
+            for (begin, end), (again, _) in itertools.pairwise(told["bursts"])
+            if begin < end
+        ]
+        if len(ratios) >= 3:
+            break
+    assert len(ratios) >= 3
+    assert statistics.median(ratios) == pytest.approx(1, rel=0.5)
 
 
 def test_an_unknown_form_is_named(machine: Simulated) -> None:

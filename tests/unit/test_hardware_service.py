@@ -84,11 +84,32 @@ def find(node: SimpleNamespace, hardware: RemoteHardware) -> Any:
     return held
 
 
-def switch_off(node: SimpleNamespace, hardware: RemoteHardware) -> Any:
+def switch_off(
+    node: SimpleNamespace, hardware: RemoteHardware, *, announces: bool = True, n_reports: int = 0
+) -> Any:
+    """Switch the process with work off, report `n_reports` times that the governor is alive, and
+    see that the process is off.
+
+    After a second of silence the watchdog switches it on. If a busy machine may have caused such a
+    silence, this is repeated.
+    """
     held = find(node, hardware)
-    hardware.watchdog().tell(hardware.tokens([held]))
-    hardware.switch([held], on=False)
-    assert is_off(node)
+    for _ in range(5):
+        reported, silence = time.monotonic(), 0.0
+        if announces:
+            hardware.watchdog().tell(hardware.tokens([held]))
+        hardware.switch([held], on=False)
+        for _ in range(n_reports):
+            began = time.monotonic()
+            hardware.used_ns()
+            silence = max(silence, time.monotonic() - reported)
+            reported = began
+            time.sleep(0.1)
+        off = is_off(node)
+        silence = max(silence, time.monotonic() - reported)
+        if off or silence < 0.7:
+            break
+    assert off
     return held
 
 
@@ -113,20 +134,14 @@ def test_a_governor_that_dies_leaves_nothing_off(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware)
     hardware.close()
-    wait_for(lambda: not is_off(node), 2)
+    wait_for(lambda: not is_off(node))
 
 
 def test_a_governor_that_is_silent_leaves_nothing_off_for_long(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
-    held = switch_off(node, hardware)
-    for _ in range(15):  # longer than the watchdog waits
-        hardware.used_ns()
-        time.sleep(0.1)
-    assert is_off(node)
-    wait_for(lambda: not is_off(node), 5)
-    hardware.switch([held], on=False)
-    hardware.used_ns()  # it responds again
-    assert is_off(node)
+    switch_off(node, hardware, n_reports=15)  # for longer than the watchdog waits
+    wait_for(lambda: not is_off(node))
+    switch_off(node, hardware, announces=False, n_reports=1)  # it reports again
     hardware.close()
 
 
@@ -134,7 +149,7 @@ def test_a_service_that_is_killed_leaves_nothing_off(node: SimpleNamespace) -> N
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware)
     node.service.kill()
-    wait_for(lambda: not is_off(node), 5)
+    wait_for(lambda: not is_off(node))
     with pytest.raises(OSError, match=r"has ended|reset|Broken pipe"):
         hardware.used_ns()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -150,17 +165,17 @@ def is_stopped(pid: int) -> bool:
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
-def test_a_service_that_hangs_is_not_waited_for(
-    node: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "CALL_S", 0.5)
+def test_a_service_that_hangs_is_not_waited_for(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware)
+    sock = hardware._channel._socket
+    assert sock.gettimeout() == remote.CALL_S
+    sock.settimeout(0.5)  # a service that does not hang may be late as well
     node.service.send_signal(signal.SIGSTOP)
-    wait_for(lambda: is_stopped(node.service.pid), 5)
+    wait_for(lambda: is_stopped(node.service.pid))
     with pytest.raises(TimeoutError, match="the steering service does not answer"):
         hardware.used_ns()
-    wait_for(lambda: not is_off(node), 5)  # by the watchdog, which is a separate process
+    wait_for(lambda: not is_off(node))  # by the watchdog, which is a separate process
     hardware.close()
 
 

@@ -91,7 +91,22 @@ def launch(ns, stream=0):
 """A program that defines launch(ns, stream), which launches a kernel that runs for `ns`."""
 
 
+STOP = """
+word = driver.get('cuMemHostAlloc', 4096, 0)
+def stop(stream=0):
+    ctypes.c_uint32.from_address(word).value = 0
+    driver.call('cuStreamWaitValue32_v2', stream, word, 1, 0)
+def go_on():
+    ctypes.c_uint32.from_address(word).value = 1
+"""
+"""A program that defines stop(stream), after which the stream's work waits until go_on()."""
+
+
 ANSWER_S = 120.0
+
+IN_TIME_S = 0.9
+"""Time in seconds, from sending a program, in which a test has to publish a sample: a refusal waits
+1.2 s for one. If a busy machine takes longer, the process may have been refused rightly."""
 
 
 class Agent:

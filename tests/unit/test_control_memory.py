@@ -19,9 +19,11 @@ from simgpu.testing import CudaError
 from tests.unit.memory_node import (
     CONTEXT,
     GIB,
+    IN_TIME_S,
     KIB,
     LAUNCH,
     MIB,
+    STOP,
     Agent,
     MemoryNode,
     need_namespaces,
@@ -859,14 +861,22 @@ def test_processes_that_start_during_a_load_are_accounted_for(node) -> None:
 
 
 def test_a_refusal_waits_for_overhead_that_is_about_to_shrink(node) -> None:
-    agent = node.agent()
-    room = left(node)
-    found = node.read("memory_overhead")
-    node.write("memory_overhead", found + 200 * MIB)
-    agent.send(f"block = driver.allocate({room})")
-    time.sleep(0.3)
-    assert agent.field("refused") == 0
-    node.write("memory_overhead", found)
+    for _ in range(5):
+        agent = node.agent()
+        room = left(node)
+        found = node.read("memory_overhead")
+        node.write("memory_overhead", found + 200 * MIB)
+        begin = time.monotonic()
+        agent.send(f"block = driver.allocate({room})")
+        time.sleep(0.3)
+        refused = agent.field("refused")
+        node.write("memory_overhead", found)
+        if time.monotonic() - begin < IN_TIME_S:
+            break
+        agent.kill()
+    else:
+        pytest.fail("the machine is too busy")
+    assert refused == 0
     agent.answer()
     agent.run("driver.call('cuMemFree_v2', block)")
     # The allocation is refused if the last sample shows the overhead as well, or if the wait did
@@ -1041,21 +1051,21 @@ def test_free_memory_of_a_pool_may_be_used_beyond_the_quota_unless_a_pool_grew(n
 def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy(node) -> None:
     """A refused block is freed only when its stream reaches the free."""
     agent = node.agent()
-    agent.run(LAUNCH)
+    agent.run(LAUNCH + STOP)
     agent.run("stream = driver.stream(); busy = driver.stream()")
     agent.run("blocks = [out('cuMemAllocAsync', 1 << 20, stream) for i in range(80)]")
     agent.run("for b in blocks[::2]: driver.call('cuMemFreeAsync', b, stream)")
     agent.run("driver.call('cuStreamSynchronize', stream)")
     node.sample()
     agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
-    agent.run("launch(3_000_000_000, busy)")
+    agent.run("stop(busy); launch(1000, busy)")
     with node.looking():
         for i in range(8):
             assert agent.refuses(f"out('cuMemAllocAsync', {(31 << 20) - i * 4096}, busy)")
             assert node.used() <= LIMIT + 32 * MIB
             time.sleep(0.25)
     assert agent.field("outgrown") == 1
-    agent.run("driver.call('cuStreamSynchronize', busy)")
+    agent.run("go_on(); driver.call('cuStreamSynchronize', busy)")
     until(lambda: agent.field("outgrown") == 0)
     assert node.used() <= LIMIT
 

@@ -17,6 +17,7 @@ from tests.unit.memory_node import (
     GIB,
     LAUNCH,
     MIB,
+    STOP,
     Agent,
     MemoryNode,
     need_namespaces,
@@ -205,9 +206,11 @@ def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
 
     sample()
     with repeating(sample, 0.0005):
-        for _ in range(4):
+        for n in range(1, 101):
             node.park(agent)
             node.unpark(agent)
+            if n >= 4 and len(times) > 100:
+                break
     assert len(times) > 100
     assert max(max(one) for one in found) <= CONTEXT
 
@@ -279,14 +282,35 @@ def test_a_context_ends_while_its_memory_is_parked(node: ParkingNode, agent: Age
     assert node.report(agent, "movable") == 0
 
 
-def test_work_in_flight_ends_before_its_memory_is_moved(node: ParkingNode, agent: Agent) -> None:
-    agent.run(LAUNCH)
-    agent.run("block = driver.allocate(8 << 20); launch(800_000_000)")
+def closes(node: ParkingNode, agent: Agent) -> bool:
+    """Order that the memory leaves while work runs; return whether CLOSING was seen.
+
+    It may last only a second, which the test may miss on a busy machine.
+    """
     node.order(resident=False)
-    until(lambda: node.report(agent, "residency") == CLOSING)
-    assert agent.seen == CONTEXT + 8 * MIB
-    until(lambda: node.report(agent, "residency") == PARKED)
-    assert agent.seen == CONTEXT
+    end = time.monotonic() + 5
+    while node.report(agent, "residency") != CLOSING:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_work_in_flight_ends_before_its_memory_is_moved(node: ParkingNode, agent: Agent) -> None:
+    agent.run(LAUNCH + STOP)
+    agent.run("block = driver.allocate(8 << 20)")
+
+    def is_seen_to_wait() -> bool:
+        agent.run("stop(); launch(1000)")
+        is_closing = closes(node, agent)
+        assert agent.seen == CONTEXT + 8 * MIB
+        agent.run("go_on()")
+        until(lambda: node.report(agent, "residency") == PARKED)
+        assert agent.seen == CONTEXT
+        node.unpark(agent)
+        return is_closing
+
+    assert any(is_seen_to_wait() for _ in range(5))
 
 
 def test_a_captured_stream_keeps_memory_resident(node: ParkingNode, agent: Agent) -> None:
@@ -342,13 +366,12 @@ def test_memory_freed_during_a_capture_is_not_parked(node: ParkingNode, agent: A
 
 
 def test_a_free_in_a_stream_does_not_wait_for_its_work(agent: Agent) -> None:
-    agent.run(LAUNCH)
+    agent.run(LAUNCH + STOP)
     agent.run("block, kept = driver.allocate(8 << 20), driver.allocate(8 << 20)")
-    agent.run("begun = time.monotonic(); launch(700_000_000)")
-    agent.run("driver.call('cuMemFreeAsync', block, 0)")
-    assert agent.run("time.monotonic() - begun < 0.5")
+    agent.run("stop(); launch(1000)")
+    agent.run("driver.call('cuMemFreeAsync', block, 0)")  # returns while the work still waits
     assert agent.seen == CONTEXT + 16 * MIB
-    agent.run("driver.call('cuCtxSynchronize'); driver.call('cuMemFree_v2', kept)")
+    agent.run("go_on(); driver.call('cuCtxSynchronize'); driver.call('cuMemFree_v2', kept)")
     agent.run("driver.allocate(2 << 20)")
     assert agent.seen == CONTEXT + 2 * MIB
     assert agent.charged == 2 * MIB
@@ -378,16 +401,21 @@ def test_a_process_exits_whether_its_memory_is_parked_or_not(
 
 
 def test_an_order_that_is_revoked_lets_the_program_go_on(node: ParkingNode, agent: Agent) -> None:
-    agent.run("word = driver.get('cuMemHostAlloc', 4096, 0); block = driver.allocate(8 << 20)")
-    agent.run("ctypes.c_uint32.from_address(word).value = 0")
-    agent.run("stream = driver.get('cuStreamCreate', 1)")
-    agent.run("driver.call('cuStreamWaitValue32_v2', stream, word, 1, 0)")
-    node.order(resident=False)
-    until(lambda: node.report(agent, "residency") == CLOSING)
-    node.order(resident=True)
-    until(lambda: node.report(agent, "residency") == RESIDENT, 0.9)
-    agent.run("ctypes.c_uint32.from_address(word).value = 1")
-    agent.run("driver.call('cuStreamSynchronize', stream)")
+    agent.run(STOP)
+    agent.run("block = driver.allocate(8 << 20); stream = driver.stream()")
+
+    def goes_on_at_once() -> bool:
+        """Without the revocation, the program would be made to wait for at least a second."""
+        agent.run("stop(stream)")
+        begin = time.monotonic()
+        is_closing = closes(node, agent)
+        node.order(resident=True)
+        until(lambda: node.report(agent, "residency") == RESIDENT)
+        seconds = time.monotonic() - begin
+        agent.run("go_on(); driver.call('cuStreamSynchronize', stream)")
+        return is_closing and seconds < 0.9
+
+    assert any(goes_on_at_once() for _ in range(5))
 
 
 def test_work_that_waits_for_the_next_call_is_not_waited_for(
@@ -413,6 +441,7 @@ def test_without_room_on_the_gpu_it_stays_parked(node: ParkingNode, agent: Agent
         other.context()
         taken = other.allocate(63 * GIB)
         node.order(resident=True)
+        until(lambda: node.report(agent, "residency") == COMING)
         time.sleep(0.8)
         assert node.report(agent, "residency") == COMING
         node.order(resident=False)
@@ -642,32 +671,30 @@ def test_many_threads_use_memory_while_it_moves(
     node: ParkingNode, agent: Agent, threads: int
 ) -> None:
     agent.run(
-        "def work(i, seconds=3):\n"
+        "def work(i):\n"
         "    driver.call('cuCtxSetCurrent', context)\n"
-        "    end, n = time.monotonic() + seconds, 0\n"
-        "    while time.monotonic() < end:\n"
+        "    n = 0\n"
+        "    while not done:\n"
         "        block = driver.allocate(2 << 20)\n"
         "        fill(block, 2 << 20, i + n)\n"
         "        if not holds(block, 2 << 20, i + n): raise SystemExit(3)\n"
         "        driver.call('cuMemFree_v2', block)\n"
         "        n += 1\n"
         "    counts.append(n)\n"
-        "counts = []\n"
+        "counts, done = [], False\n"
         "kept = driver.allocate(64 << 20); fill(kept, 64 << 20, 9)\n"
     )
-    agent.send(
+    agent.run(
         f"ts = [threading.Thread(target=work, args=(i,)) for i in range({threads})]\n"
         "for t in ts: t.start()\n"
-        "for t in ts: t.join()\n"
     )
     end = time.monotonic() + 2.5
     n = 0
-    while time.monotonic() < end:
+    while n < 2 or time.monotonic() < end:
         node.park(agent)
         node.unpark(agent)
         n += 1
-    agent.answer()
-    assert n > 1
+    agent.run("done = True\nfor t in ts: t.join()")
     assert agent.number("len(counts)") == threads
     assert agent.run("holds(kept, 64 << 20, 9)")
     assert agent.charged == 64 * MIB

@@ -136,7 +136,10 @@ def test_a_process_with_a_reused_pid_is_not_registered(governor: GovernorThread,
     lack("this machine does not allow a process to choose a PID")
 
 
-def test_the_number_of_silent_connections_is_limited(governor: GovernorThread, path: str) -> None:
+def test_the_number_of_silent_connections_is_limited(
+    governor: GovernorThread, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("governor.slots.ANSWER_S", 60.0)
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(400)]
         before = descriptors()
@@ -145,7 +148,7 @@ def test_the_number_of_silent_connections_is_limited(governor: GovernorThread, p
         begun = time.monotonic()
         listed(governor)  # all were accepted before this one
         wait_for(lambda: descriptors() - before < 100)
-        assert time.monotonic() - begun < 4  # not by a timeout
+        assert time.monotonic() - begun < 30  # not by a timeout
     # The container can use its socket again.
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(path)
@@ -186,17 +189,19 @@ def test_a_process_that_connects_in_a_loop_does_not_affect_others(
     # stops, and a file that another thread closes during a write corrupts the interpreter's memory.
     capfd: pytest.CaptureFixture[str], governor: GovernorThread, path: str, says: str
 ) -> None:  # fmt: skip
+    begun = time.monotonic()
     flood = [subprocess.Popen([sys.executable, "-c", FLOOD, path, says]) for _ in range(4)]
     try:
-        begun = time.monotonic()
-        asked = 0
-        while time.monotonic() < begun + 3:
+        asked, seconds = 0, 0.0
+        while seconds < 3 or (asked <= 20 and seconds < 60):
             listed(governor)
             asked += 1
+            seconds = time.monotonic() - begun
         lines = capfd.readouterr().out.splitlines()
+        seconds = time.monotonic() - begun
         said = [line for line in lines if "process-" in line]
-        # Of each kind there may be 64 lines, and one more a second.
-        assert len(said) <= 3 * (64 + 10)
+        # Of each kind there may be 64 lines, and one more a second, with a few to spare.
+        assert len(said) <= 3 * (64 + 7 + seconds)
         assert asked > 20
     finally:
         for process in flood:

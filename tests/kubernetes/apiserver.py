@@ -140,6 +140,8 @@ class ApiServer:
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str]] = []
         """Verb and resource of each request, in order; dry runs have verbs of their own."""
+        self.latest: dict[tuple[str, str], float] = {}
+        """Time of the latest request of each verb and resource, on the monotonic clock."""
         self.misfits: list[str] = []
         self.consumable = True
         """State of the feature gate DRAConsumableCapacity."""
@@ -242,6 +244,7 @@ class ApiServer:
         self.before(verb, resource)
         with self.lock:
             self.requests.append((verb, resource))
+            self.latest[verb, resource] = time.monotonic()
             planned = self.refuse.get((verb, resource))
             status = planned.pop(0) if planned else 200
         if status == 0:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kube.resync import SEARCH_DELAYS_S
 from tests.kubernetes.apiserver import ApiServer
 from tests.kubernetes.documents import NODE
 from tests.kubernetes.governor import GovernorStandIn
@@ -68,6 +69,17 @@ class Stand:
         self.start(*more)
         self.kubelet.register()
         wait_for(self.ready.exists, f"ready\n{self.text()}")
+
+    def await_searches(self) -> None:
+        """Wait for the last of the searches for waiting pods after the only registration.
+
+        If the machine is busy, one search may take the place of several.
+        """
+        last = self.kubelet.registered + SEARCH_DELAYS_S[-1]
+        wait_for(
+            lambda: self.api.latest.get(("list", "pods"), 0.0) >= last, "the last look at pods"
+        )
+        assert self.api.counts()["list", "pods"] <= len(SEARCH_DELAYS_S)
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """Send a signal to the driver, wait for its end, and return its exit status."""

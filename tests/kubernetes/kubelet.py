@@ -86,9 +86,11 @@ class Kubelet:
         self.registry = directory / "plugins_registry"
         self.chosen = ""
         self.info: Any = None
+        self.registered = 0.0
+        """When it last told a plugin the result of a registration, on the monotonic clock."""
         self._channel: Any = None
 
-    def register(self, seconds: float = 15.0, *, accept: bool = True, instance: str = "") -> None:
+    def register(self, seconds: float = 60.0, *, accept: bool = True, instance: str = "") -> None:
         """Wait for the plugin's registration socket, of the given or any instance, and register the plugin.
 
         A plugin that makes its sockets anew ends the calls to the old ones. In that case this tries
@@ -119,6 +121,7 @@ class Kubelet:
             assert (self.info.type, self.info.name) == ("DRAPlugin", self.driver)
             # The first known version in the plugin's list, even if a later one is newer.
             self.chosen = next((v for v in self.info.supported_versions if v in self.speaks), "")
+            self.registered = time.monotonic()
             stub.NotifyRegistrationStatus(
                 pluginregistration_v1_pb2.RegistrationStatus(
                     plugin_registered=accept and bool(self.chosen),

@@ -78,7 +78,7 @@ def test_pods_that_waited_for_the_driver_are_asked_for_again(stand: Stand) -> No
     others = add(stand, elsewhere)
     stand.up()
     wait_for(lambda: annotated(pending) and annotated(rebooted), "both pods change")
-    wait_for(lambda: stand.api.counts()["list", "pods"] == 3, "the looks")
+    stand.await_searches()
     assert not any(map(annotated, (running, done, leaving, others)))
     assert pending["metadata"]["annotations"].keys() == {ANNOTATION}
 
@@ -99,7 +99,7 @@ def test_a_pod_whose_call_has_waited_in_vain_is_asked_for_again(stand: Stand) ->
     wrong = claim("wrong", "ns", result(0, compute="500"))
     stand.api.add_claim(full)
     stand.up()
-    wait_for(lambda: stand.api.counts()["list", "pods"] == 3, "the looks")
+    stand.await_searches()
     waiting, refused = add(stand, late), add(stand, wrong)
     stand.kubelet.prepare(reference(full))
     assert stand.kubelet.prepare(reference(wrong), timeout=4)[wrong["metadata"]["uid"]].error
@@ -116,7 +116,7 @@ def test_a_call_that_was_cancelled_asks_for_nothing(stand: Stand) -> None:
     full, gone = claim("full", "ns", result(0, compute="100")), claim("gone", "ns", result(0))
     stand.api.add_claim(full)
     stand.up()
-    wait_for(lambda: stand.api.counts()["list", "pods"] == 3, "the looks")
+    stand.await_searches()
     pod = add(stand, gone)
     stand.kubelet.prepare(reference(full))
     call = stand.kubelet.begin(reference(gone))

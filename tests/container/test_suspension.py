@@ -106,10 +106,16 @@ def test_a_suspended_container_has_nothing_on_the_gpu_and_works_again_when_it_is
 def test_the_others_have_the_time_of_a_suspended_container(node: BenchNode) -> None:
     one, two = worker(node), worker(node, **{"compute-limit": "100"})
     suspend(node, one)
-    before = simgpu.status(node.machine.directory / "gpu0")
-    time.sleep(1)
-    after = simgpu.status(node.machine.directory / "gpu0")
-    assert (after.busy - before.busy) / (after.now - before.now) > 0.85
+
+    def busy_part() -> float:
+        """Return the part of the next second in which the GPU works."""
+        before = simgpu.status(node.machine.directory / "gpu0")
+        time.sleep(1)
+        after = simgpu.status(node.machine.directory / "gpu0")
+        return (after.busy - before.busy) / (after.now - before.now)
+
+    # On a busy machine the other container may not launch in time.
+    assert any(busy_part() > 0.85 for _ in range(5))
     expect_work(two)
     resume(node, one)
     expect_work(one)
@@ -215,7 +221,8 @@ def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:
         return int(device["memory_used"])
 
     whole = 2 * (512 + 256) * MIB
-    wait_for(lambda: held() >= whole, "a sample")
+    # At first the contexts are charged with their expected size, which is larger.
+    wait_for(lambda: whole <= held() < whole + 8 * MIB, "a sample")
     suspend(node, container)
     time.sleep(0.6)  # two samples
     assert held() >= whole
@@ -223,7 +230,8 @@ def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:
         ask(node.config, "set", id=container.identifier, memory=whole - 256 * MIB)
     resume(node, container)
     time.sleep(0.6)
-    assert whole <= held() < whole + 64 * MIB
+    assert held() >= whole
+    wait_for(lambda: held() < whole + 64 * MIB, "a sample of the new contexts")
     assert node.list_containers()[container.identifier]["violations"] == []
 
 

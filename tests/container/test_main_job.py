@@ -308,13 +308,16 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Benc
     assert neighbour.process.poll() is None
 
 
-@pytest.mark.parametrize("how", ["runc-kill", "in-its-grant"])
-def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) -> None:
-    victim = start_worker(node, f"victim-{how}", memory="4Gi", compute="60")
-    waiter = start_worker(node, f"waiter-{how}", memory="4Gi", compute="40")
-    begin(victim, waiter)
-    rest = {"memory": str(GRANTABLE - 4 * GIB), "compute": "60"}
-    assert "memory left to grant" in refusal(node, f"early-{how}", **rest)
+def unit_times(container: Running) -> list[int]:
+    """Return when each unit of work of a container ended, in nanoseconds."""
+    return [stamp.time for stamp in read_stamps(container.out / "progress.bin")]
+
+
+def pause_after_kill(node: BenchNode, victim: Running, waiter: Running, how: str) -> int:
+    """Kill the victim; return the longest time in the next second in which the waiter did nothing.
+
+    It is in nanoseconds, less the longest time by which this machine delayed the test meanwhile.
+    """
     pid = node.list_containers()[victim.identifier]["pid"]
     with Stall() as stall:
         if how == "runc-kill":
@@ -328,14 +331,31 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
         done = time.monotonic_ns()
         node.wait(victim, WAIT_S)
         time.sleep(max(0, (done - time.monotonic_ns()) / 1e9 + 1.2))
-    times = [stamp.time for stamp in read_stamps(waiter.out / "progress.bin")]
+    wait_for(lambda: unit_times(waiter)[-1] > done + 1000 * MS, "the stamps of that second")
+    times = unit_times(waiter)
     first = next(i for i, at in enumerate(times) if at > killed) - 1
-    window = [at for at in times[first:] if at < done + 1000 * MS]
-    assert window[-1] > done + 900 * MS  # the stamps are written up to here
-    gap = max(b - a for a, b in itertools.pairwise(window))
-    assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
+    last = next(i for i, at in enumerate(times) if at > done + 1000 * MS)
+    window = times[first : last + 1]
+    return max(b - a for a, b in itertools.pairwise(window)) - stall.longest
+
+
+@pytest.mark.parametrize("how", ["runc-kill", "in-its-grant"])
+def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) -> None:
+    waiter = start_worker(node, f"waiter-{how}", memory="4Gi", compute="40")
+    rest = {"memory": str(GRANTABLE - 4 * GIB), "compute": "60"}
+    pauses = []
+    for number in range(3):  # a busy machine may delay the waiter itself
+        victim = start_worker(node, f"victim-{how}-{number}", memory="4Gi", compute="60")
+        begin(victim, waiter)
+        assert "memory left to grant" in refusal(node, f"early-{how}-{number}", **rest)
+        pauses.append(pause_after_kill(node, victim, waiter, how) / MS)
+        wait_for(
+            lambda one=victim: one.identifier not in node.list_containers(), "the victim's end"
+        )
+        if pauses[-1] < 50:
+            break
+    assert pauses[-1] < 50, f"pauses of {pauses} ms"
     # The victim's share is free again: all that remained of the memory and of the time.
-    assert victim.identifier not in node.list_containers()
     heir = start_worker(node, f"heir-{how}", **rest)
     begin(heir)
     assert (
@@ -345,22 +365,21 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
 
 
 def test_containers_outlive_the_governor(node: BenchNode) -> None:
-    pair = [start_worker(node, name, seconds=2.5) for name in ("survivor-a", "survivor-b")]
+    pair = [start_worker(node, name) for name in ("survivor-a", "survivor-b")]
     try:
         begin(*pair)
+        pids = [node.list_containers()[container.identifier]["pid"] for container in pair]
         killed = time.monotonic_ns()
         node.stop_governor(signal.SIGKILL)
-        for container in pair:
-            assert node.wait(container, WAIT_S) == 0, container.output
-            assert last_json(container.output)["result"] == "CUDA_SUCCESS"
-            after = [
-                stamp.time
-                for stamp in read_stamps(container.out / "progress.bin")
-                if stamp.time > killed
-            ]
+        time.sleep(2.4)
+        for container, pid in zip(pair, pids, strict=True):
+            wait_for(lambda c=container: unit_times(c)[-1] > killed + 2400 * MS, "its work")
+            after = [at for at in unit_times(container) if at > killed]
             # A unit takes 0.5 ms, and each of the two has 40 %; a tenth of that is sufficient.
             assert len(after) > (after[-1] - killed) / (0.5 * MS) * 0.04
-            assert after[-1] > killed + 1500 * MS
+            os.kill(pid, signal.SIGTERM)
+            assert node.wait(container, WAIT_S) == 0, container.output
+            assert last_json(container.output)["result"] == "CUDA_SUCCESS"
     finally:
         node.stop_governor(signal.SIGKILL)
         node.start_governor()

@@ -355,7 +355,7 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     os.kill(int((stays.out / "early.pid").read_text()), signal.SIGKILL)
     known_to_both.wait(WAIT_S)
     # These processes wait for the next governor, and one of them ends before that.
-    inside = execute(node, stays, "inside", 1)
+    inside = execute(node, stays, "inside", 600)
     gone = execute(node, stays, "gone", 600)
     wait_for((stays.out / "gone.pid").exists, "it to start")
     time.sleep(0.5)
@@ -369,7 +369,9 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     assert directories == [container_key(stays.identifier)]
     pid = int((stays.out / "inside.pid").read_text())
     wait_for(lambda: pid in known(node)[stays.identifier]["processes"], "the second process")
-    read_log = (stays.out / "inside.log").read_text
+    progress, read_log = stays.out / "inside.bin", (stays.out / "inside.log").read_text
+    wait_for(lambda: progress.exists() and len(read_stamps(progress)) > 100, "its work")
+    os.kill(pid, signal.SIGTERM)
     assert inside.wait(WAIT_S) == 0, read_log()
     assert "enforces its quota by itself" not in read_log()
     assert last_json(read_log())["units"] > 100
@@ -480,9 +482,14 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
         db.commit()
     node.start_governor()
     assert_same_record(before[container.identifier], known(node)[container.identifier])
-    at = units(container)
-    time.sleep(1)
-    assert units(container) > at + 400  # of 2000: it has 40 %
+
+    def work_of_a_second() -> int:
+        at = units(container)
+        time.sleep(1)
+        return units(container) - at
+
+    # Of 2000, because it has 40 %; a busy machine may delay it.
+    assert any(work_of_a_second() > 400 for _ in range(5))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from governor.errors import RefusedError
 from simgpu import simgpu
 from tests.container.bundles import HOOK, compile_c
 from tests.container.nodes import WAIT_S, begin, clear, events, show_output, units, wait_for
-from tests.container.test_several_gpus import PROBE_C
+from tests.container.test_several_gpus import PROBE_C, fill
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -131,6 +131,11 @@ def probe(node: BenchNode, name: str, edit: Edit, *arguments: str) -> Running:
     return start(node, name, ["/usr/bin/probe", *(arguments or ("fill",))], edit)
 
 
+def full_probe(node: BenchNode, name: str, edit: Edit, room: list[int]) -> Running:
+    """Return a probe that has taken `room`, in bytes on each of its GPUs."""
+    return fill(node, lambda nth: probe(node, f"{name}-{nth}", edit), room)
+
+
 def worker(node: BenchNode, name: str, edit: Edit) -> Running:
     """Start the workload; it begins on request."""
     arguments = [
@@ -155,6 +160,7 @@ def finish(node: BenchNode, container: Running) -> list[dict[str, Any]]:
     (container.out / "end").touch()
     (container.out / "begin").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
+    wait_for(lambda: container.identifier not in node.list_containers(), "its memory to be free")
     devices: list[dict[str, Any]] = last_json(container.output)["devices"]
     return devices
 
@@ -181,10 +187,10 @@ def outcomes(node: BenchNode, container: Running) -> list[str]:
 
 def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> list[float]:
     """Return the percentage of the GPU that was charged to each container's key."""
+    began = time.monotonic_ns()
     before = {
         one["key"]: one["devices"][0]["charged_ns"] for one in node.list_containers().values()
     }
-    began = time.monotonic_ns()
     time.sleep(seconds)
     after = node.list_containers()
     passed = time.monotonic_ns() - began
@@ -205,10 +211,14 @@ def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
     large = worker(node, "large", with_devices(node, ("large", "gpu"), pod="train"))
     small = worker(node, "small", with_devices(node, ("small", "gpu"), pod="serve"))
     begin(large, small)
-    most, least = delivered(node, large, small)
-    # On a busy machine programs do not request in time all that they may have: they may get less, but never more.
-    assert most <= 75
-    assert least <= 34
+    # On a busy machine programs do not request in time all that they may have: they may get less
+    # for a while, but never more.
+    for _ in range(3):
+        most, least = delivered(node, large, small)
+        assert most <= 75
+        assert least <= 34
+        if most > least > 5:
+            break
     assert most > least > 5
     with pytest.raises(
         RefusedError,
@@ -245,14 +255,12 @@ def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
 
 def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
     announce(node, "pair", share("gpu/0"), share("gpu/1", gpu=1))
-    container = probe(node, "pair", with_devices(node, ("pair", "gpu/0"), ("pair", "gpu/1")))
+    edit = with_devices(node, ("pair", "gpu/0"), ("pair", "gpu/1"))
+    container = full_probe(node, "pair", edit, [1536 * MIB] * 2)
     (seen,) = known(node, container)
     assert [device["index"] for device in seen["devices"]] == [0, 1]
-    wait_for((container.out / "full").exists, "full GPUs")
     shown = finish(node, container)
-    assert [(one["total"], one["taken"], one["error"]) for one in shown] == [
-        (2 * GIB, 1536 * MIB, 2)
-    ] * 2
+    assert [(one["total"], one["error"]) for one in shown] == [(2 * GIB, 2)] * 2
     # One of the two entries has done all the work.
     assert outcomes(node, container) == ["prepared", "prepared-already"]
     admitted = [
@@ -269,12 +277,12 @@ def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) ->
     that it asked.
     """
     announce(node, "again", share("gpu", compute=40))
-    container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
+    edit = with_devices(node, *[("again", "gpu")] * 3)
+    container = full_probe(node, "again", edit, [1536 * MIB])
     (seen,) = known(node, container)
     assert [(one["uid"], one["shares"]) for one in seen["claims"]] == [("again", ["gpu"])]
-    wait_for((container.out / "full").exists, "a full GPU")
     [shown] = finish(node, container)
-    assert (shown["total"], shown["taken"], shown["error"]) == (2 * GIB, 1536 * MIB, 2)
+    assert (shown["total"], shown["error"]) == (2 * GIB, 2)
     assert outcomes(node, container)[0] == "prepared"
     assert set(outcomes(node, container)[1:]) == {"prepared-already"}
 
@@ -288,9 +296,9 @@ def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: BenchNo
 
 def test_two_containers_share_the_memory_of_one_claim(node: BenchNode) -> None:
     announce(node, "both", share("gpu", memory=4 * GIB))
-    first = probe(node, "first", with_devices(node, ("both", "gpu")))
-    wait_for((first.out / "full").exists, "a full GPU")
-    second = probe(node, "second", with_devices(node, ("both", "gpu")))
+    edit, room = with_devices(node, ("both", "gpu")), [4 * GIB - 512 * MIB]
+    first = full_probe(node, "first", edit, room)
+    second = probe(node, "second", edit)
     assert node.wait(second, WAIT_S) == 1
     assert "cuDevicePrimaryCtxRetain: 2" in second.output  # there is no room even for a context
     (one,) = known(node, first)
@@ -299,10 +307,8 @@ def test_two_containers_share_the_memory_of_one_claim(node: BenchNode) -> None:
     wait_for(
         lambda: known(node, first)[0]["devices"][0]["memory_used"] == 4 * GIB, "4 GiB to be in use"
     )
-    assert finish(node, first)[0]["taken"] == 4 * GIB - 512 * MIB
-    third = probe(node, "third", with_devices(node, ("both", "gpu")))
-    wait_for((third.out / "full").exists, "a full GPU")
-    assert finish(node, third)[0]["taken"] == 4 * GIB - 512 * MIB
+    finish(node, first)
+    finish(node, full_probe(node, "third", edit, room))
 
 
 def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
@@ -330,9 +336,8 @@ def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
 def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
     announce(node, "pod", share("gpu"), share("more", gpu=1))
     for name, shares in (("init", ["gpu"]), ("main", ["gpu", "more"])):
-        container = probe(node, name, with_devices(node, *(("pod", one) for one in shares)))
-        wait_for((container.out / "full").exists, "full GPUs")
-        assert [one["taken"] for one in finish(node, container)] == [1536 * MIB] * len(shares)
+        edit = with_devices(node, *(("pod", one) for one in shares))
+        finish(node, full_probe(node, name, edit, [1536 * MIB] * len(shares)))
 
 
 # ---- what lasts ----

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 
@@ -494,33 +493,41 @@ def test_a_request_that_cannot_be_granted_is_refused(
 
 def test_processes_of_a_container_share_one_account(node: BenchNode) -> None:
     chunk = 64 * MIB
-    container = node.start(
-        "family", ["/usr/bin/probe", "share", "2", str(chunk)], {"memory": "3Gi"}
-    )
-    highest = 0
-    with contextlib.suppress(KeyError):
-        while not (container.out / "full").exists() and container.process.poll() is None:
-            for one in node.list_containers().values():
-                highest = max(highest, one["devices"][0]["memory_used"])
-            time.sleep(0.005)
-    assert (container.out / "full").exists(), show_output(container)
-    full = 2 * 512 * MIB + (3 * GIB - 2 * 512 * MIB) // chunk * chunk
-    deadline = time.monotonic() + WAIT_S
-    seen = node.list_containers()[container.identifier]
-    while seen["devices"][0]["memory_used"] != full and time.monotonic() < deadline:
-        seen = node.list_containers()[
-            container.identifier
-        ]  # the governor samples four times a second
+    room = (3 * GIB - 2 * 512 * MIB) // chunk
+    for number in range(3):
+        container = node.start(
+            f"family-{number}", ["/usr/bin/probe", "share", "2", str(chunk)], {"memory": "3Gi"}
+        )
+        highest = 0
+        with contextlib.suppress(KeyError):
+            while not (container.out / "full").exists() and container.process.poll() is None:
+                for one in node.list_containers().values():
+                    highest = max(highest, one["devices"][0]["memory_used"])
+                time.sleep(0.005)
+        assert (container.out / "full").exists(), show_output(container)
+        taken = wait_for(lambda c=container: last_json(show_output(c)), "its answer")["taken"]
+        blocks = sum(n for n, _ in taken)
+        [device] = node.list_containers()[container.identifier]["devices"]
+        assert blocks <= room
+        assert max(highest, device["memory_peak"]) <= 3 * GIB
+        # Before it refuses, a process waits until the governor has measured what the contexts
+        # really take, but not for long: if this machine delays the governor, there is less room.
+        if blocks == room:
+            break
+        node.kill(container)
+        node.wait(container, WAIT_S)
+    assert blocks == room
+    assert [error for _, error in taken] == [2, 2]  # CUDA_ERROR_OUT_OF_MEMORY
+    assert all(n > 5 for n, _ in taken)
+
+    def seen() -> dict[str, Any]:
+        return node.list_containers()[container.identifier]
+
+    full = 2 * 512 * MIB + room * chunk
+    wait_for(lambda: seen()["devices"][0]["memory_used"] == full, "the governor's sample")
+    assert len(seen()["processes"]) == 2
+    [device] = seen()["devices"]
+    assert device["memory_peak"] <= 3 * GIB
+    assert device["refused"] == 2
     (container.out / "end").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
-    taken = json.loads(container.output.splitlines()[-1])["taken"]
-    assert [error for _, error in taken] == [2, 2]  # CUDA_ERROR_OUT_OF_MEMORY
-    assert len(seen["processes"]) == 2
-    [device] = seen["devices"]
-    blocks = sum(n for n, _ in taken)
-    assert all(n > 5 for n, _ in taken)
-    # Before it refuses, a process waits until the governor has measured what the contexts really take.
-    assert blocks == (3 * GIB - 2 * 512 * MIB) // chunk
-    assert device["memory_used"] == full
-    assert max(highest, device["memory_peak"]) <= 3 * GIB
-    assert device["refused"] == 2

@@ -114,7 +114,7 @@ UUIDS = [f"GPU-{simgpu.device_uuid(1, index)}" for index in range(2)]
 SETTINGS = {
     "strategies": ["timeslice", "mps"],
     "gpus": {"1": {"strategy": "mps"}},
-    "mps_fault_s": 1.5,
+    "mps_fault_s": 6,  # within this time a test starts a container and reads reports
 }
 
 

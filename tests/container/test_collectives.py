@@ -77,6 +77,24 @@ def finish(node: BenchNode, *containers: Running, processes: int = 1) -> list[di
     return [last_json(container.output) for container in containers]
 
 
+def expect_in_time(
+    node: BenchNode, play: Callable[[int], list[dict[str, float]]], seconds: float
+) -> None:
+    """Require that a run takes less than `seconds`, and each iteration less than a second.
+
+    There are up to three runs, because a busy machine may delay one. `play` gets the run's number.
+    """
+    assert isinstance(node.machine, WithWords)
+    runs = []
+    for number in range(3):
+        runs.append(play(number))
+        if all(one["seconds"] < seconds and one["longest"] < 1 for one in runs[-1]):
+            return
+        clear(node)
+        node.machine.clear_words()
+    pytest.fail(f"no run was in time: {runs}")
+
+
 @pytest.mark.parametrize("mode", ["one", "each"])
 def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mode: str) -> None:
     """Both take little more than twice the time of one alone: 0.8 s instead of 0.3 s on a machine
@@ -87,11 +105,12 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mod
     """
     n = 800
     quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
-    pair = [start(node, f"{mode}-{i}", mode, n, **quota) for i in range(2)]
-    both = finish(node, *pair, processes=2 if mode == "each" else 1)
-    for one in both:
-        assert one["seconds"] < 6  # 7 to 13 if GPUs are granted one by one
-        assert one["longest"] < 1
+
+    def play(number: int) -> list[dict[str, float]]:
+        pair = [start(node, f"{mode}-{number}-{i}", mode, n, **quota) for i in range(2)]
+        return finish(node, *pair, processes=2 if mode == "each" else 1)
+
+    expect_in_time(node, play, 6)  # 7 to 13 if GPUs are granted one by one
 
 
 def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) -> None:
@@ -99,26 +118,33 @@ def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) ->
     waits for each of them.
     """
     n = 100
-    pair = [
-        start(node, f"half-{i}", str(i), n, devices="0", compute="45", compute_limit="100")
-        for i in range(2)
-    ]
-    for one in finish(node, *pair):
-        # The first wait is 100 ms, after which it is known that the halves wait for each other.
-        # Later waits are 1 ms, and 200 ms now and then, to check again.
-        assert one["seconds"] < 3
-        assert one["longest"] < 1
+    quota = {"devices": "0", "compute": "45", "compute_limit": "100"}
+
+    def play(number: int) -> list[dict[str, float]]:
+        pair = [start(node, f"half-{number}-{i}", str(i), n, **quota) for i in range(2)]
+        return finish(node, *pair)
+
+    # The first wait is 100 ms, after which it is known that the halves wait for each other. Later
+    # waits are 1 ms, and 200 ms now and then, to check again.
+    expect_in_time(node, play, 3)
 
 
 def test_halves_of_collectives_over_two_gpus_in_two_containers(node: BenchNode) -> None:
     """A container on each of two GPUs, and other containers on both."""
     n = 100
     quota = {"compute": "30", "compute_limit": "100"}
-    pair = [start(node, f"rank-{i}", str(i), n, devices=str(i), **quota) for i in range(2)]
-    others = [start(node, f"beside-{i}", "one", 400, devices="0,1", **quota) for i in range(2)]
-    for one in finish(node, *pair, *others):
-        assert one["seconds"] < 6
-        assert one["longest"] < 1
+
+    def play(number: int) -> list[dict[str, float]]:
+        ranks = [
+            start(node, f"rank-{number}-{i}", str(i), n, devices=str(i), **quota) for i in range(2)
+        ]
+        others = [
+            start(node, f"beside-{number}-{i}", "one", 400, devices="0,1", **quota)
+            for i in range(2)
+        ]
+        return finish(node, *ranks, *others)
+
+    expect_in_time(node, play, 6)
 
 
 @pytest.mark.parametrize("mode", ["one", "each"])

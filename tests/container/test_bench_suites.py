@@ -83,37 +83,72 @@ def test_kernels_that_outlast_their_grants_take_nothing_from_a_neighbours_share(
     assert charged == pytest.approx(late, abs=3)
 
 
+Report = dict[str, Any]
+Check = Callable[[Report], None]
+
+
 @pytest.fixture(scope="module")
-def results(
+def measure(
     tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None], build_dir: Path
-) -> dict[str, dict[str, Any]]:
-    """The result of a run of each suite."""
+) -> Callable[..., dict[str, Report]]:
+    """Return a function that runs suites, and returns the result of each."""
     require("runc")
-    base = tmp_path_factory.mktemp("suites")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quota, "SUITES", SMALL)
-        patch.setitem(quota.ARMS, "alone-waits", WAITS)
-        for module in (quota, quota_measure):
-            # Kernels of 50 ms get about 20 of their 30 % in the first second, and sometimes 15.
-            patch.setattr(module, "SETTLE_S", 0.8)
-        patch.setattr(quota, "SPARE_S", 0.4)
-        patch.setattr(events, "PHASE_S", 0.8)
+
+    def run_suites(*suites: str) -> dict[str, Report]:
+        base = tmp_path_factory.mktemp("suites")
         common = ["--simulated", "--times", "2", "--solo", "1.3", "--build", str(build_dir)]
         rest = [suite for suite in SMALL if suite not in (*NATIVE, *LONGER)]
-        for out, more in (
-            ("native", ["--seconds", "1", "--native", *NATIVE]),
-            ("longer", ["--seconds", "4", *LONGER]),
-            ("rest", ["--seconds", "1", *rest]),
-        ):
-            assert quota.main([*common, "--output", str(base / out), *more]) == 0
-    found = {path.parent.name: path for path in base.glob("*/*/quota.json")}
-    assert found.keys() == SMALL.keys()
-    for path in found.values():
-        assert "<path" in path.with_name("quota.svg").read_text()
-    return {suite: json.loads(found[suite].read_text()) for suite in SMALL}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quota, "SUITES", SMALL)
+            patch.setitem(quota.ARMS, "alone-waits", WAITS)
+            for module in (quota, quota_measure):
+                # Kernels of 50 ms get about 20 of their 30 % in the first second, and sometimes 15.
+                patch.setattr(module, "SETTLE_S", 0.8)
+            patch.setattr(quota, "SPARE_S", 0.4)
+            patch.setattr(events, "PHASE_S", 0.8)
+            for out, of, more in (
+                ("native", NATIVE, ["--seconds", "1", "--native"]),
+                ("longer", LONGER, ["--seconds", "4"]),
+                ("rest", rest, ["--seconds", "1"]),
+            ):
+                names = [suite for suite in of if suite in suites]
+                if names:
+                    options = [*common, "--output", str(base / out), *more]
+                    assert quota.main([*options, *names]) == 0
+        found = {path.parent.name: path for path in base.glob("*/*/quota.json")}
+        assert found.keys() == set(suites)
+        for path in found.values():
+            assert "<path" in path.with_name("quota.svg").read_text()
+        return {suite: json.loads(found[suite].read_text()) for suite in suites}
+
+    return run_suites
 
 
-def keep(report: dict[str, Any], where: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def results(measure: Callable[..., dict[str, Report]]) -> dict[str, Report]:
+    """The result of a run of each suite."""
+    return measure(*SMALL)
+
+
+@pytest.fixture(scope="module")
+def try_twice(
+    results: dict[str, Report], measure: Callable[..., dict[str, Report]]
+) -> Callable[[str, Check], None]:
+    """Return a function that checks the result of a suite, and if it fails that of a second run.
+
+    Other programs on this machine may have disturbed the first.
+    """
+
+    def check_one_of_two(suite: str, check: Check) -> None:
+        try:
+            check(results[suite])
+        except AssertionError:
+            check(measure(suite)[suite])
+
+    return check_one_of_two
+
+
+def keep(report: Report, where: Path) -> Report:
     """Return what bench.run keeps of a run."""
     where.mkdir()
     (where / "quota.json").write_text(json.dumps(report))
@@ -126,7 +161,7 @@ def keep(report: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def test_each_suite_is_kept_and_has_a_section_of_the_page(
-    results: dict[str, dict[str, Any]], tmp_path: Path
+    results: dict[str, Report], tmp_path: Path
 ) -> None:
     kept = {f"x-{suite}": keep(report, tmp_path / suite) for suite, report in results.items()}
     page = report_docs.build_page(kept)
@@ -135,42 +170,64 @@ def test_each_suite_is_kept_and_has_a_section_of_the_page(
 
 
 @pytest.mark.parametrize("suite", SMALL)
-def test_every_container_did_work(results: dict[str, dict[str, Any]], suite: str) -> None:
-    arms = results[suite]["arms"]
+def test_every_container_did_work(
+    results: dict[str, Report], try_twice: Callable[[str, Check], None], suite: str
+) -> None:
     # Decoding needs PyTorch and a GPU that computes.
-    assert list(arms) == [name for name in SMALL[suite] if name != "decode"]
-    for name, arm in arms.items():
-        for share in results[suite]["summary"][name]["delivered"]:
-            assert share > 1, name
-        for tenant in arm["tenants"]:
-            assert tenant["governor"]["launches"] > 0, name
+    assert list(results[suite]["arms"]) == [name for name in SMALL[suite] if name != "decode"]
+
+    def check(report: Report) -> None:
+        for name, arm in report["arms"].items():
+            for share in report["summary"][name]["delivered"]:
+                assert share > 1, name
+            for tenant in arm["tenants"]:
+                assert tenant["governor"]["launches"] > 0, name
+
+    try_twice(suite, check)
 
 
 def test_a_container_alone_below_its_cap_continues_to_work(
-    results: dict[str, dict[str, Any]],
+    try_twice: Callable[[str, Check], None],
 ) -> None:
     """If the extension of a grant wakes no waiting launch, 3.7 % are delivered instead of 90 % (3
     to 5 % on an H200).
     """
-    assert results["sweep"]["summary"]["alone-waits"]["delivered"][0] > 60
+
+    def check(report: Report) -> None:
+        assert report["summary"]["alone-waits"]["delivered"][0] > 60
+
+    try_twice("sweep", check)
 
 
 @pytest.mark.parametrize("name", SMALL["shapes"])
 def test_a_shape_of_work_gets_about_its_share(
-    results: dict[str, dict[str, Any]], name: str
+    results: dict[str, Report], try_twice: Callable[[str, Check], None], name: str
 ) -> None:
-    assert results["shapes"]["summary"][name]["delivered"][0] == pytest.approx(30, abs=12)
+    # Whatever else this machine does, it does not get more.
+    assert results["shapes"]["summary"][name]["delivered"][0] < 30 + 12
+
+    def check(report: Report) -> None:
+        assert report["summary"][name]["delivered"][0] == pytest.approx(30, abs=12)
+
+    try_twice("shapes", check)
 
 
-def test_the_same_work_ran_without_tidegate(results: dict[str, dict[str, Any]]) -> None:
+def test_the_same_work_ran_without_tidegate(try_twice: Callable[[str, Check], None]) -> None:
     """Time slices ignore quotas: containers with 30 % and with 70 % get the same."""
-    native = results["graphs"]["summary"]["shape-graph"]["native"]["delivered"]
-    assert native[0] == pytest.approx(native[1], abs=12)
-    assert results["aggregate"]["summary"]["two-500us"]["native"]["sum"] > 60
+
+    def check_parts(report: Report) -> None:
+        native = report["summary"]["shape-graph"]["native"]["delivered"]
+        assert native[0] == pytest.approx(native[1], abs=12)
+
+    def check_sum(report: Report) -> None:
+        assert report["summary"]["two-500us"]["native"]["sum"] > 60
+
+    try_twice("graphs", check_parts)
+    try_twice("aggregate", check_sum)
 
 
 def test_events_have_times_of_the_samples_and_shares_follow_them(
-    results: dict[str, dict[str, Any]],
+    results: dict[str, Report], try_twice: Callable[[str, Check], None]
 ) -> None:
     arms = results["settle"]["arms"]
     assert [event["share"] for event in arms["settle-quota"]["events"]] == [60, 30]
@@ -180,22 +237,32 @@ def test_events_have_times_of_the_samples_and_shares_follow_them(
         for event in arm["events"]:
             assert event["at_ns"] < event["until_ns"]
             assert event["until_ns"] < samples + 500_000_000
-    # The container is lent the GPU again after the neighbour has ended, whatever else this machine does.
-    work = arms["settle-neighbour"]["tenants"][0]["work_us"]
-    # All stretches of 0.4 s are compared, because a busy machine may start and end the neighbour
-    # late.
-    stretches = [
-        [sum(work[i : i + 40]) / 4000 for i in range(begin, end - 40)]
-        for event in arms["settle-neighbour"]["events"][:2]
-        for begin, end in [(event["at_ns"] // 10_000_000, event["until_ns"] // 10_000_000)]
-    ]
-    assert min(stretches[0]) < 60 < max(stretches[1])
+
+    def check(report: Report) -> None:
+        # The container is lent the GPU again after the neighbour has ended.
+        arm = report["arms"]["settle-neighbour"]
+        work = arm["tenants"][0]["work_us"]
+        # All stretches of 0.4 s are compared, because a busy machine may start and end the
+        # neighbour late.
+        stretches = [
+            [sum(work[i : i + 40]) / 4000 for i in range(begin, end - 40)]
+            for event in arm["events"][:2]
+            for begin, end in [(event["at_ns"] // 10_000_000, event["until_ns"] // 10_000_000)]
+        ]
+        assert all(stretches)
+        assert min(stretches[0]) < 60 < max(stretches[1])
+
+    try_twice("settle", check)
 
 
 def test_stalls_after_kills_and_stops_are_measured(
-    results: dict[str, dict[str, Any]],
+    results: dict[str, Report], try_twice: Callable[[str, Check], None]
 ) -> None:
     arms, summary = results["killed"]["arms"], results["killed"]["summary"]
     for name, arm in arms.items():
         assert len(arm["events"]) == len(summary[name]["stall"]["ms"]) == 2
-    assert summary["killed"]["stall"]["longest_ms"] < 200
+
+    def check(report: Report) -> None:
+        assert report["summary"]["killed"]["stall"]["longest_ms"] < 200
+
+    try_twice("killed", check)

@@ -57,23 +57,30 @@ def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
     large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
     begin(small, large)
     time.sleep(2.5)  # the period that a rate covers
-    seen = [devices(node) for _ in range(5) if time.sleep(0.5) is None]
-    mean = {
-        name: {field: sum(one[name][field] for one in seen) / len(seen) for field in ("delivered", "lent", "waited")}
-        for name in ("small", "large")
-    }  # fmt: skip
-    # On a busy machine, programs may request their time too late, and so get less than their share,
-    # but never more.
-    assert 10 < mean["small"]["delivered"] < 30
-    assert mean["small"]["lent"] == 0
-    assert mean["small"]["delivered"] < mean["large"]["delivered"] <= 100
-    for one in seen:
-        beyond = max(0, one["large"]["delivered"] - 50)
-        assert one["large"]["lent"] == pytest.approx(beyond, abs=0.2)
-    assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
-    # A container that always has more work waits, either for a grant or for room in the queue.
-    assert mean["small"]["waited"] > 40
-    assert mean["large"]["waited"] > 5
+    # On a busy machine, programs may request their time too late, and so get less than their share
+    # for a while, but never more.
+    for _ in range(5):
+        seen = [devices(node) for _ in range(5) if time.sleep(0.5) is None]
+        mean = {
+            name: {field: sum(one[name][field] for one in seen) / len(seen) for field in ("delivered", "lent", "waited")}
+            for name in ("small", "large")
+        }  # fmt: skip
+        assert mean["small"]["delivered"] < 30
+        assert mean["small"]["lent"] == 0
+        assert mean["large"]["delivered"] <= 100
+        for one in seen:
+            beyond = max(0, one["large"]["delivered"] - 50)
+            assert one["large"]["lent"] == pytest.approx(beyond, abs=0.2)
+        assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
+        is_usual = (
+            10 < mean["small"]["delivered"] < mean["large"]["delivered"]
+            # A container that always has more work waits, for a grant or for room in the queue.
+            and mean["small"]["waited"] > 40
+            and mean["large"]["waited"] > 5
+        )
+        if is_usual:
+            break
+    assert is_usual, mean
     row = next(line for line in tidegate(node, "ps").splitlines() if "small" in line)
     cells = re.split("  +", row)
     assert re.fullmatch(r"[0-9]+/2048 MiB", cells[2])

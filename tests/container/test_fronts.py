@@ -572,10 +572,10 @@ def test_the_deadline_does_not_apply_to_the_real_runtime(
     wrapper = WrappedRuntime("crun", node.base / "state")
     wrapper.program = node.program.with_name("tidegate-runtime")
     wrapper.settings = node.base / "runtime.conf"
-    node.timeout = 2.0
+    node.timeout = 5.0
     write_settings(wrapper.settings, node, dev, path_of("crun"))
     bundle = plain(node, "echo alive")
-    bundle.config["hooks"] = {"prestart": [{"path": "/bin/sleep", "args": ["sleep", "2.2"]}]}
+    bundle.config["hooks"] = {"prestart": [{"path": "/bin/sleep", "args": ["sleep", "5.2"]}]}
     ran = wrapper.run(bundle)
     assert ran.stdout == "alive\n", ran.stderr
 

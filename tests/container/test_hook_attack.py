@@ -396,7 +396,7 @@ def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
 
     bundle = node.bundle("true", name="second")
     node.governor.mode = "silent"
-    node.timeout = 2.0
+    node.timeout = 8.0  # the hook waits half as long for an answer
     leak = os.open(node.base, os.O_RDONLY)
     with HeldContainer(bundle) as held:
         hook = subprocess.Popen(

@@ -301,8 +301,8 @@ class Server:
         if event.kind in ("fault", "server-ended", "daemon-ended"):
             for container in concerned:
                 # A container must not learn the identity of the others.
-                own = by == container.identifier
-                said = "a process of this container" if own else "a process of some container"
+                whose = "this" if by == container.identifier else "another" if by else "some"
+                said = f"a process of {whose} container"
                 what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
                 container.tell_mps(
                     MpsEvent(event.kind, f"{what}; restart the programs that used the GPU")

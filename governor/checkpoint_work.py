@@ -170,7 +170,7 @@ class Checkpointing:
                     continue
                 try:
                     if self._state(pid) == FAILED:
-                        raise CheckpointError(f"process {pid}: it has failed for good")
+                        raise CheckpointError(f"process {pid}: it failed permanently")
                     if self._step(pid, before, call) and before == LOCKED:
                         _say(pid=pid)
                 except CheckpointError as e:

@@ -42,6 +42,7 @@ def test_every_arm_serves_the_same_requests(
     assert not list(Path("/dev/shm").glob(f"tidegate-simgpu-{os.getpid()}"))
 
 
+@pytest.mark.slow
 def test_several_services_share_the_requests(require, build_dir: Path, tmp_path: Path) -> None:
     require("runc")
     options = ["--simulated", "--seconds", "1", "--mean-us", "10000", "--jobs", "1"]
@@ -61,6 +62,7 @@ def test_several_services_share_the_requests(require, build_dir: Path, tmp_path:
     assert 0.5 * n[0] < n[2] < 2 * n[0]
 
 
+@pytest.mark.slow
 def test_guarantees_that_are_asked_for_have_an_arm_each(
     require, build_dir: Path, tmp_path: Path
 ) -> None:

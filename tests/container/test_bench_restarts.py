@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench import restarts, run
 
 
+@pytest.mark.slow
 def test_the_pauses_after_each_kill_are_kept(require, build_dir: Path, tmp_path: Path) -> None:
     require("runc")
     out, kept = tmp_path / "out", tmp_path / "kept.json"

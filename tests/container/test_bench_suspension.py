@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from bench import run, suspension
 from bench.machine import ROOT
 
 
+@pytest.mark.slow
 def test_the_contents_survive_and_faults_are_found(
     require: Callable[..., None], build_dir: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_programs_give_the_same_results_under_a_quota(
     assert forks["seen"]["memory_peak"] >= 2 * (512 << 20) + (256 << 20)
 
 
+@pytest.mark.slow
 def test_programs_like_serving_engines_give_the_same_results_under_a_quota(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:

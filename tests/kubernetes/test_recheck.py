@@ -282,6 +282,7 @@ def test_a_conflicting_update_is_repeated_on_the_stored_slice(api: ApiServer) ->
     assert stored["metadata"]["annotations"] == {"example.com/note": "theirs", ANNOTATION: "1-a"}
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_marks_the_slice_as_often_as_one_that_is_not(stand: Stand) -> None:
     documents = [claim(f"c{i}", "ns", result(0, compute="20")) for i in range(5)]
     for document in documents:

@@ -164,6 +164,19 @@ class Agent:
         base = layout.ledger_device(self.slot, device)
         return pages.read(self.node.ledger, base, "ledger_device", name)
 
+    def describe(self) -> str:
+        """Return the state of the process as text: its fields, the grant, and where its threads are."""
+        names = ("want", "active_epoch", "released_epoch", "launches")
+        state = {name: self.field(name) for name in names}
+        state |= {name: self.node.read(name) for name in ("epoch", "deadline_ns", "standby_ns")}
+        beat = pages.read(self.node.grant, 0, "grant_header", "heartbeat_ns")
+        age_ms = (time.monotonic_ns() - beat) // 1_000_000
+        threads = [
+            " ".join((task / name).read_text().strip() for name in ("comm", "wchan", "syscall"))
+            for task in Path(f"/proc/{self.process.pid}/task").iterdir()
+        ]
+        return f"{state}, heartbeat {age_ms} ms old, threads: {'; '.join(threads)}"
+
     @property
     def charged(self) -> int:
         """Bytes that the process's calls are charged, out of the memory that NVML attributes to the process."""

@@ -19,7 +19,16 @@ ANSWER = {
     "launches": 100,
     "notes": {},
 }
-NOT_COMPARED = {"program", "driver_api", "fill", "holder", "model", "torch_model", "engine_start"}
+NOT_COMPARED = {
+    "program",
+    "driver_api",
+    "fill",
+    "holder",
+    "model",
+    "torch_model",
+    "engine_start",
+    "cuda_tool",
+}
 SEEN = Seen(launches=100, lookups=40, memory_peak=1 << 29, grants=1)
 
 

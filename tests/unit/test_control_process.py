@@ -78,7 +78,7 @@ def until_field(agent: Agent, field: str, value: int) -> None:
     """Wait until a field of the process's ledger has this value."""
     end = time.monotonic() + 20
     while agent.field(field) != value:
-        assert time.monotonic() < end, (field, agent.field(field))
+        assert time.monotonic() < end, (field, agent.describe())
         time.sleep(0.01)
 
 

@@ -137,10 +137,10 @@ def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
     Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
     assert driver.calls == [f"lock {two}", f"checkpoint {two}"]
     driver.states[one] = checkpoint_work.FAILED
-    with pytest.raises(CheckpointError, match=f"process {one}: it has failed for good"):
+    with pytest.raises(CheckpointError, match=f"process {one}: it failed permanently"):
         Checkpointing(driver, alive).resume()  # type: ignore[arg-type]
     assert driver.states[two] == RUNNING  # all the same
-    with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt has failed"):
+    with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt failed"):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
     assert driver.states[two] == RUNNING
 

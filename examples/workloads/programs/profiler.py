@@ -21,7 +21,7 @@ LAUNCHING = ("cuda_runtime", "cuda_driver")
 """Categories of the calls that launch work, in the trace."""
 
 
-class Work:
+class ProfiledWork:
     """A model and its training step, eager or as a CUDA graph."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Work:
         torch.cuda.synchronize()
 
 
-def trace_of(work: Work) -> list[dict[str, Any]]:
+def trace_of(work: ProfiledWork) -> list[dict[str, Any]]:
     """Return the events of a profiled run that have a duration."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         work.run()
@@ -91,7 +91,7 @@ def body(program: ProgramCheck) -> None:
     if ProfilerActivity.CUDA not in supported_activities():
         raise NotHereError("this PyTorch has no CUPTI")
     torch.manual_seed(7)
-    work = Work()
+    work = ProfiledWork()
     trace_of(work)  # the first run initialises CUPTI
     check_trace(program, trace_of(work))
     program.launches = STEPS + REPLAYS

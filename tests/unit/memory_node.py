@@ -339,10 +339,11 @@ class MemoryNode:
         os.close(fd)
 
     def _beat(self) -> None:
-        # The library accepts heartbeats up to a second ahead. So this process may be delayed for
-        # nearly two seconds before the governor counts as lost.
+        # The library accepts heartbeats up to a second ahead of the time that it has read. With half
+        # a second, this process may be delayed for 1.4 s before the governor counts as lost, and a
+        # thread of the program for 0.5 s between reading the time and reading the heartbeat.
         while not self._closing.wait(0.05):
-            ahead = time.monotonic_ns() + 900_000_000
+            ahead = time.monotonic_ns() + 500_000_000
             pages.write(self.grant, 0, "grant_header", "heartbeat_ns", ahead)
 
     def _serve(self) -> None:

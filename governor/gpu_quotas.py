@@ -144,5 +144,4 @@ def unit_of(key: str) -> str:
 
 def share_quota(claim: Claim, share: ClaimShare, gpu: GpuQuotas) -> Quota:
     """Return the quota of a share, as it was booked."""
-    quota = replace(share.quota, parking=claim.parkable)
-    return replace(quota, parking=gpu.may_park(quota))
+    return replace(share.quota, parking=claim.parkable and gpu.supports_parking)

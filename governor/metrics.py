@@ -119,7 +119,7 @@ GPU_METRICS = (
     _counter(
         "gpu_lent_seconds",
         GPU,
-        "Part of the charged time: beyond the guarantees of containers that may exceed them",
+        "Charged time beyond the guarantees of containers that may exceed them",
     ),
     _counter(
         "gpu_handover_seconds",
@@ -155,7 +155,7 @@ CONTAINER_METRICS = (
     _counter(
         "container_lent_seconds",
         CONTAINER,
-        "Part of the charged time: beyond its guarantee, second by second, if it may exceed it",
+        "Charged time beyond its guarantee, second by second, if it may exceed it",
     ),
     _counter(
         "container_handover_seconds",

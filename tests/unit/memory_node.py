@@ -369,7 +369,8 @@ class MemoryNode:
                 self._slots[slot] = struct.unpack("3i", peer)[0]
                 self._connections.append(connection)
             answer = struct.pack("I", slot)[: self.answer_size]
-            socket.send_fds(connection, [answer], [self._ledger_fd, *self.more_fds(slot)])
+            with contextlib.suppress(OSError):  # the process may be gone
+                socket.send_fds(connection, [answer], [self._ledger_fd, *self.more_fds(slot)])
 
     def more_fds(self, slot: int) -> list[int]:
         """Return descriptors that the process of a slot gets besides the ledger."""

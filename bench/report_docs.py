@@ -203,12 +203,12 @@ def add_overhead(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> No
 def add_programs(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
     """Add a table for each run, and below it the differences that were found."""
     page.add(PROGRAMS)
-    for result in results.values():
+    for stem, result in results.items():
         gpu, found = result["gpu"], result["summary"]["programs"]
         kind = " (simulated)" if gpu["kind"] == "simulated" else ""
         quota = size(result["configuration"]["quota"])
         title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {quota}, {result['date'][:10]}"
-        page.add(f"### {title}")
+        page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
         rows = [
             (
                 one["name"],

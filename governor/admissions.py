@@ -177,7 +177,9 @@ class Admissions:
         if container.parking is not None or any(one.confirmed for one in others):
             return
         try:
-            await self.make_room(container, 0)
+            async with container.changing:
+                await self.make_room(container, 0)
+            self._refuse_ended(container)
         except BaseException:
             self.part(container, member, "refused")
             raise
@@ -325,6 +327,14 @@ class Admissions:
                 f"the container has its quota from {container.claims[0][0]}",
                 hint="have the pod use another claim",
             )
+        # A change that waits for room must not end after a later one.
+        async with container.changing:
+            quota = await self._change(container, request)
+        log.info("quota-changed", container=container.identifier, **quota.describe())
+        return {"ok": True, **quota.describe()}
+
+    async def _change(self, container: Container, request: dict[str, Any]) -> Quota:
+        """Give a container the quota of a request, and return it; on error, nothing changes."""
         old = container.quota
         quota = Quota(
             request.get("memory", old.memory),
@@ -333,19 +343,29 @@ class Admissions:
             request.get("class", old.work_class),
             old.parking,
         )
+        self._refuse_ended(container)
         _refuse_below_use(container, quota)
         self._allocations.change(container.key, quota)
         try:
             if quota.memory > old.memory:
+                # Until the change has succeeded or failed, others get nothing of either quota.
+                self._allocations.hold(container.key, _covering(old, quota))
                 await self.make_room(container, quota.memory - old.memory)
+                self._refuse_ended(container)
+                self._allocations.hold(container.key, quota)
             # Stored before the grant page is changed: a restarted governor uses what is stored.
             self._state.put(replace(container.row, quota=quota))
         except BaseException:
-            self._allocations.change(container.key, old)
+            if self.containers.get(container.key) is container:
+                self._allocations.hold(container.key, old)
             raise
         container.set_quota(quota)
-        log.info("quota-changed", container=container.identifier, **quota.describe())
-        return {"ok": True, **quota.describe()}
+        return quota
+
+    def _refuse_ended(self, container: Container) -> None:
+        """Raise RefusedError if a container has ended since it was found."""
+        if self.containers.get(container.key) is not container:
+            raise unknown_container(container.identifier)
 
     def _ended(self, container: Container, member: Member) -> None:
         self.part(container, member, "ended")
@@ -396,6 +416,16 @@ def _check_member(container: Container, request: Request) -> None:
             f" a claim, may be parked, but this one asks for the capability {', '.join(others)}",
             hint="give it a claim of its own, or set parking: never in the claim's parameters",
         )
+
+
+def _covering(one: Quota, other: Quota) -> Quota:
+    """Return the smallest quota that contains both."""
+    return replace(
+        other,
+        memory=max(one.memory, other.memory),
+        compute=max(one.compute, other.compute),
+        compute_limit=max(one.compute_limit, other.compute_limit),
+    )
 
 
 def _refuse_below_use(container: Container, quota: Quota) -> None:

@@ -185,6 +185,12 @@ class AllocationTable:
         for gpu in own:
             gpu.quotas[key] = quota
 
+    def hold(self, key: str, quota: Quota) -> None:
+        """Book a container that is in the table with a quota that is not checked again."""
+        for gpu in self._gpus:
+            if key in gpu.quotas:
+                gpu.quotas[key] = quota
+
     def leave(self, key: str) -> None:
         """Remove a container; one that is not in the allocation table is not an error."""
         for gpu in self._gpus:

@@ -170,13 +170,13 @@ class Bookings:
                     f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that container has ended",
                 )
+            undo = self._allocations.claims.undo(known)
             claim = self._allocations.claims.change(known, claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
                 self._allocations.claims.leave(claim)
-                self._allocations.claims.restore(known)
-                self._allocations.claims.release(known, {share.name for share in known.shares})
+                undo()
                 raise
         self.claims[claim.uid] = claim
 

@@ -6,7 +6,7 @@ the two is decided when the claim is booked, and again by the container that use
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from governor.claims import Claim, ClaimShare, words
@@ -58,14 +58,26 @@ class ClaimShares:
 
     def change(self, old: Claim, new: Claim) -> Claim:
         """Replace a claim by another, and return it as booked; on RefusedError, nothing changes."""
-        before = [(entry, entry.quota) for entry in self._entries(_shares_of(old))]
+        undo = self.undo(old)
         self.leave(old)
         try:
             return self.admit(new)
         except RefusedError:
+            undo()
+            raise
+
+    def undo(self, claim: Claim) -> Callable[[], None]:
+        """Return a function that books a claim, after it has left, exactly as it is booked now.
+
+        `restore` and `release` depend on the host memory that is left, which may have changed.
+        """
+        before = [(entry, entry.quota) for entry in self._entries(_shares_of(claim))]
+
+        def book() -> None:
             for entry, quota in before:
                 entry.grant(quota)
-            raise
+
+        return book
 
     def restore(self, claim: Claim) -> tuple[str, ...]:
         """Add a claim that was admitted before; return the UUIDs of its GPUs that are gone.

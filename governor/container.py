@@ -152,6 +152,7 @@ class Container:
         self.parking: Parking | None = None  # None: its memory is never parked
         self.residency = ""  # where its memory is, if it may be parked
         self.times_parked = 0  # since this governor has had it
+        self.changing = asyncio.Lock()  # held while its quota changes, or it waits for room
         self._closed = False
         self._lines = RateLimitedLog(log)
         self._unknown = UnknownFunctions()

@@ -26,6 +26,7 @@
 
 #define CU_MEMHOSTREGISTER_PORTABLE 1
 #define CU_STREAM_NON_BLOCKING      1
+#define CU_EVENT_BLOCKING_SYNC      1 /* a thread that waits sleeps */
 #define CU_EVENT_DISABLE_TIMING     2
 
 /*
@@ -232,7 +233,9 @@ static bool leave_all(struct parking_block *blocks, size_t n, CUstream stream)
     size_t turn = 0;
 
     for (size_t i = 0; left && i < 2; i++)
-        left = driver->cuEventCreate(&leaving[i].copied, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
+        left = driver->cuEventCreate(&leaving[i].copied,
+                                     CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING) ==
+               CUDA_SUCCESS;
     for (size_t i = 0; left && i < n; i++) {
         if (blocks[i].fixed)
             continue;
@@ -270,6 +273,7 @@ static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t 
         result = copy_block(block, false, stream);
         if (result == CUDA_SUCCESS)
             return result;
+        driver->cuStreamSynchronize(stream); /* a part of the contents may be under way */
         parking_unmap(block);
     }
     charge_as(block->size, true);

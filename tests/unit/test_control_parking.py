@@ -576,6 +576,111 @@ def test_a_copy_to_the_host_that_fails_leaves_all_memory_where_it_was(
         node.close()
 
 
+LEAVE_SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
+
+static int n_calls[256];
+
+/* Writes a letter to the log, and tells whether this call of its kind is to fail. */
+static int fails(char letter)
+{
+    const char *calls = getenv("CALLS"), *which = getenv("FAILING");
+
+    if (!calls || write(atoi(calls), &letter, 1) != 1)
+        return 0;
+    return which && which[0] == letter && ++n_calls[(unsigned char)letter] == atoi(which + 1);
+}
+
+int cuEventCreate(void **event, unsigned int flags);
+int cuEventCreate(void **event, unsigned int flags)
+{
+    return fails('e') ? 2 : NEXT(cuEventCreate)(event, flags);
+}
+
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *stream);
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *stream)
+{
+    return fails('c') ? 2 : NEXT(cuMemcpyDtoHAsync_v2)(to, from, size, stream);
+}
+
+int cuEventRecord(void *event, void *stream);
+int cuEventRecord(void *event, void *stream)
+{
+    return fails('r') ? 2 : NEXT(cuEventRecord)(event, stream);
+}
+
+int cuEventSynchronize(void *event);
+int cuEventSynchronize(void *event)
+{
+    return fails('s') ? 2 : NEXT(cuEventSynchronize)(event);
+}
+
+int cuMemUnmap(unsigned long long address, size_t size);
+int cuMemUnmap(unsigned long long address, size_t size)
+{
+    fails('u');
+    return NEXT(cuMemUnmap)(address, size);
+}
+"""
+
+
+@pytest.fixture
+def leaving(build_dir: Path, tmp_path: Path) -> Iterator[tuple[ParkingNode, Agent]]:
+    """Return a process with five blocks of 6 MiB, which logs its calls once `calls` is set."""
+    shim = tmp_path / "leave_shim.c"
+    shim.write_text(LEAVE_SHIM)
+    (tmp_path / "node").mkdir()
+    node = ParkingNode(build_dir, tmp_path / "node", 2 * GIB, shim)
+    try:
+        agent = node.agent()
+        agent.run(WORDS)
+        agent.run("os.environ['CALLS'] = str(os.memfd_create('calls'))")
+        agent.run("blocks = [driver.allocate(6 << 20) for _ in range(5)]")
+        agent.run("for i, block in enumerate(blocks): fill(block, 6 << 20, i)")
+        agent.run("os.ftruncate(int(os.environ['CALLS']), 0)")
+        agent.run("os.lseek(int(os.environ['CALLS']), 0, os.SEEK_SET)")
+        yield node, agent
+    finally:
+        node.close()
+
+
+def test_memory_is_released_after_its_copy_and_during_the_next(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """Each of five blocks: copy, record an event; wait for the event of the one before, unmap."""
+    node, agent = leaving
+    node.park(agent)
+    calls = agent.run("os.pread(int(os.environ['CALLS']), 1000, 0).decode()")
+    assert calls == "ee" + "cr" + 4 * "crsu" + "su"
+    assert agent.seen == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "failing", ["e1", "e2", "c1", "c3", "c5", "r1", "r3", "r5", "s1", "s3", "s5"]
+)
+def test_whichever_call_fails_memory_stays_and_may_leave_later(
+    leaving: tuple[ParkingNode, Agent], failing: str
+) -> None:
+    """One call fails in the first attempt: an event, a copy, a record or a wait."""
+    node, agent = leaving
+    agent.run(f"os.environ['FAILING'] = {failing!r}")
+    node.park(agent)
+    assert agent.run("os.pread(int(os.environ['CALLS']), 1000, 0).decode().count('e')") in (3, 4)
+    assert agent.seen == CONTEXT
+    node.unpark(agent)
+    held = agent.run("[holds(block, 6 << 20, i) for i, block in enumerate(blocks)]")
+    assert held == [True] * 5
+    assert agent.seen == CONTEXT + 30 * MIB
+    assert agent.charged == 30 * MIB
+    assert agent.field("unseen") == agent.field("moving") == 0
+
+
 RETURN_SHIM = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

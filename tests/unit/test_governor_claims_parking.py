@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from governor.config import MemoryOptions
-from governor.errors import OccupiedError, RefusedError
+from governor.errors import OccupiedError, RefusedError, StateError
 from tests.unit.test_governor_claims import FREE, GIB, ClaimsWorld, share, told, until, use
 from tests.unit.test_governor_claims import run as run_in
 
@@ -297,3 +298,28 @@ def test_after_a_restart_the_running_containers_come_first() -> None:
         assert (gpu.memory_fixed, gpu.memory_parkable[1]) == (8 * GIB, 14 * GIB)
 
     run(scene, MemoryOptions(overbook=2.0, host=14 * GIB))
+
+
+def test_a_claim_whose_change_cannot_be_written_is_booked_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the meantime the node has been given less host memory."""
+
+    async def scene(world: ClaimsWorld) -> None:
+        world.claim(part("a", 10))
+        world.claim(part("b", 10))
+        allocations = world.server.admissions._allocations
+        smaller = replace(TWICE, host=12 * GIB)
+        allocations.configure(replace(world.config, memory=smaller))
+        before = [dict(gpu.quotas) for gpu in allocations._gpus]
+
+        def full(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.state, "_write", full)
+            with pytest.raises(StateError):
+                world.claim(part("a", 4))
+        assert [dict(gpu.quotas) for gpu in allocations._gpus] == before
+
+    run(scene)

@@ -2,8 +2,8 @@
 
 `python -m bench.latency` runs a service that gets requests at random (Poisson arrivals, the same in
 every arm) alongside jobs that keep the GPU busy, or several services that share the requests. A
-request is plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean and
-the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
+request runs plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean
+and the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
 relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
 with it (`governed`); both without Tidegate (`native`); `gate`, with grants at the launch;
 `hardware`, with the GPU's own scheduler; and `latency`, the same with a service of that class and a
@@ -164,7 +164,7 @@ class NodeSite(Site):
 
 @contextlib.contextmanager
 def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[Site]:
-    """Provide the site of an arm with that scheduling; None: without Tidegate."""
+    """Provide the site of an arm with this scheduling, or without Tidegate if it is None."""
     if scheduling is None:
         yield Outside(machine, work)
         return

@@ -1,6 +1,6 @@
 /*
  * Runs processes that compete for device memory: they allocate and free at random, in several
- * threads and in up to three ways, and some are killed meanwhile
+ * threads and in up to three ways, while some of the processes are killed
  *
  *   oom_stress [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES]
  *         [--seed N]

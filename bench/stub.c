@@ -2,8 +2,8 @@
  * A libcuda with functions that return at once, for measuring the control library's own cost
  *
  * It is not a driver and not a simulation: the handles of streams, events and contexts refer to
- * nothing, memory is addresses that must not be accessed, and every event is complete. Functions
- * that return no value to the caller share one body.
+ * nothing, memory consists of addresses that must not be accessed, and every event is complete.
+ * Functions that return no value to the caller share one body.
  */
 #include <stddef.h>
 #include <stdint.h>

@@ -13,7 +13,7 @@ from governor.arenas import Arenas
 from libcontrol import layout, pages
 
 RESIDENT, CLOSING, OUT, PARKED, IN = range(5)
-"""What `residency` in a process's slot means."""
+"""Values of `residency` in a process's slot."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAKE = 1
@@ -25,7 +25,7 @@ _WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending
 
 @dataclass(frozen=True)
 class ParkingReport:
-    """What the running processes of a container report, in bytes and counts.
+    """The sums of what the running processes of a container report, in bytes and counts.
 
     The container writes these numbers. They decide when its memory is moved, and not how much of
     the GPU is free: that is known from NVML.
@@ -93,7 +93,7 @@ class Parking:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the memory belongs on the GPU, by the last order."""
+        """Whether the last order was to move the memory to the GPU."""
         return bool(pages.read(self._grant, layout.grant_device(0), "grant_device", "resident"))
 
     def order(self, *, resident: bool) -> None:

@@ -216,8 +216,8 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         }
     } else {
         t->stats.handover_ns += (uint64_t)held;
-        /* Others waited while the holder did nothing. If that were free, the holder would stay
-         * first in line for ever. A container without a sign of life is passed over instead. */
+        /* Others waited while the holder did nothing. If that were free, the holder would always
+         * be the next to get a grant. A container without a sign of life is passed over instead. */
         if (arbiter->contended && !t->absent) {
             charge(t, held, arbiter->lent);
             if (arbiter->lent)

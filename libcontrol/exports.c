@@ -1,10 +1,10 @@
 /*
  * Keeps charging physical allocations that were exported as file descriptors.
  *
- * Such an allocation lives as long as the descriptor, in whichever process the descriptor is by
- * then, and NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and
- * released, left the process's memory at once, and the GPU's when the descriptor was closed). It
- * therefore stays charged until the last copy of the descriptor is closed, in any process.
+ * Such an allocation lives as long as the descriptor, whichever process holds the descriptor, and
+ * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
+ * left the process's memory at once, and the GPU's when the descriptor was closed). It therefore
+ * stays charged until the last copy of the descriptor is closed, in any process.
  *
  * The kernel shows when that happens: an epoll instance watches an open file without keeping it
  * open, and /proc/self/fdinfo lists the files that the instance watches. A file that belongs to the
@@ -166,8 +166,8 @@ static bool watch_start(void)
 
 /* Called with a reference to the allocation held, which has been exported as a descriptor. Returns
  * 0 if it is watched, -EPERM if it cannot be polled, so that nothing is known about it, or another
- * negative errno. With `for_ever`, the descriptor then counts as open for ever; otherwise it is for
- * the caller to close. */
+ * negative errno. With `for_ever`, the descriptor then counts as open for ever; otherwise the
+ * caller has to close it. */
 cold long exports_follow(uint64_t handle, int fd, bool for_ever)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};

@@ -52,7 +52,7 @@ static inline bool gate_announce(struct gate *g, const struct grant_device *gran
 extern uint32_t gate_n_captures;
 extern uint32_t gate_n_joining; /* threads in calls by which a stream may join a capture */
 
-/* Whether a stream captures. This queries the driver, so no lock of a gate is held. */
+/* Whether a stream captures. Called without the lock of a gate, because it queries the driver. */
 bool capture_is_running(CUstream stream);
 void capture_end_context(CUcontext ctx);
 void captures_after_fork(void);

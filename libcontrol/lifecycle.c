@@ -12,7 +12,7 @@
  *
  * Held across calls into the driver are start_lock; use_of_contexts (parking.c), open_lock and
  * serve_lock (parking_ipc.c), which are taken before all others; and table_lock for the export of
- * an allocation, in a function that calls nothing back.
+ * an allocation, in a function that makes no callbacks.
  */
 #include "pages.h"
 #include "parking.h"

@@ -10,8 +10,8 @@ static void ipc_close(CUdeviceptr address)
         real->cuIpcCloseMemHandle(address);
 }
 
-/* Opened memory is charged in the call that opens it, while memory cannot be parked unless the
- * charge has to wait for room. */
+/* Opened memory is charged within the call that opens it. During the call no memory can be parked,
+ * except while the charge waits for room. */
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
 {
     int device = pages_index_current();

@@ -50,8 +50,8 @@ static const struct grant_header *pages_map_grant(void)
     return page;
 }
 
-/* Maps the host memory for what this process parks. The governor makes it ready as it is needed, so
- * its end may lie behind the end of the file. */
+/* Maps the host memory in which this process parks its memory. The governor extends the file as
+ * needed, so the mapping may reach beyond the end of the file. */
 static void pages_map_arena(int fd)
 {
     uint64_t size = account_round(pages_grant_device(0)->memory_limit, ACCOUNT_UNIT);
@@ -66,7 +66,7 @@ static void pages_map_arena(int fd)
 }
 
 /* Sends the first byte, to which the governor answers with the number of a slot and descriptors.
- * Returns that of the ledger, or -1. */
+ * Returns the descriptor of the ledger, or -1. */
 static int pages_register(int fd, uint32_t *slotp)
 {
     static const char request = LAYOUT_REGISTER;
@@ -167,8 +167,7 @@ static bool pages_keep_own_ledger(void)
     return true;
 }
 
-/* A forked child shares the parent's mappings but is another process, so it registers on its
- * own. */
+/* A forked child shares the parent's mappings but is another process, so it registers itself. */
 void pages_after_fork(void)
 {
     if (pages_still_ours())

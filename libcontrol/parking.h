@@ -42,18 +42,18 @@ static inline bool parking_applies(void)
     return unlikely(atomic_load_relaxed(&parking_on));
 }
 
-/* Around a call. Calls of one thread may be nested; only the outermost one waits. parking_try()
- * does not wait: it returns false, and has then no effect, if the call would have to. */
+/* These enclose a call. Calls of one thread may be nested; only the outermost one waits.
+ * parking_try() does not wait: if the call would have to, it returns false and has no effect. */
 void parking_enter(enum parking_need need);
 bool parking_try(enum parking_need need);
 void parking_leave(void);
 
-/* Around a wait in a call that has entered: memory may be parked meanwhile. parking_pause() returns
- * what parking_resume() needs; 0: the call has not entered. */
+/* These enclose a wait in a call that has entered, so that memory may be parked during the wait.
+ * parking_pause() returns what parking_resume() needs; 0: the call has not entered. */
 uint32_t parking_pause(void);
 void parking_resume(uint32_t paused);
 
-/* The same around any call that uses device memory, at little cost where none is ever parked. */
+/* These enclose any call that uses device memory, at little cost where none is ever parked. */
 static inline void parking_begin(void)
 {
     if (parking_applies())
@@ -78,7 +78,7 @@ enum parking_state parking_now(void);
 bool parking_must_leave(void);         /* the governor has ordered to park the memory */
 bool parking_close(uint64_t patience); /* from RESIDENT; false: a call did not end in time */
 bool parking_turn(enum parking_state from, enum parking_state to);
-/* Waits until no call is under way that entered before. Returns false if one takes too long. */
+/* Waits until all calls that entered before have ended. Returns false if one takes too long. */
 bool parking_settle(void);
 void parking_expire(void);  /* ends a CLOSING that takes too long; a helper calls this */
 void parking_publish(void); /* writes the totals to the ledger */
@@ -92,7 +92,7 @@ bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
 
 /* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
- * begins one waits for them. */
+ * begins a capture waits for them. */
 extern uint32_t parking_n_syncs;
 void parking_await_syncs(uint64_t ends);
 
@@ -116,8 +116,8 @@ static inline void parking_end_copy(CUstream stream, CUresult *resultp)
 
 /* A block of another process, which this one has opened by CUDA IPC. */
 struct parking_origin {
-    uint64_t process; /* a number that this process gave to itself at random; never 0 */
-    uint64_t serial;  /* of the block there */
+    uint64_t process; /* the random number by which that process is identified; never 0 */
+    uint64_t serial;  /* of the block in that process */
 };
 
 struct parking_block {
@@ -136,7 +136,7 @@ struct parking_block {
     bool exported;   /* other processes may open it */
     struct parking_origin origin; /* of memory of another process; otherwise zero */
     uint32_t n_opened;            /* how often it was opened, if it is such memory */
-    bool charged; /* its last use has ended, and it is charged until its mapping has as well */
+    bool charged; /* its last use has ended, and it is charged until its mapping ends */
 };
 
 static inline bool parking_is_import(const struct parking_block *block)
@@ -152,15 +152,15 @@ bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
 bool parking_close_import(CUdeviceptr address, CUresult *resultp);
 void parking_context_gone(uint8_t owner);
 
-/* Releases blocks that were freed while that was not possible. With `idle`, the caller has ensured
- * that no work uses them. Returns whether there were any. */
+/* Releases blocks that could not be released when they were freed. With `idle`, the caller has
+ * ensured that no work uses them. Returns whether there were any. */
 bool parking_reap(bool idle);
 
 /* The context in which the library works on a block. */
 CUcontext parking_context(const struct parking_block *block);
 
-/* Around a synchronisation of a context by the library. parking_sync_begin() returns false if a
- * stream captures. */
+/* These enclose a synchronisation of a context by the library. parking_sync_begin() returns false
+ * if a stream captures. */
 bool parking_sync_begin(void);
 void parking_sync_end(void);
 
@@ -174,7 +174,7 @@ void parking_unmap(struct parking_block *block);
 /* Adds a block. Returns false if the table cannot grow. */
 bool parking_table_add(const struct parking_block *block);
 
-/* Removes a block, and renews the copy of it. Returns false if another thread was faster. */
+/* Removes a block, and updates the copy of it. Returns false if another thread was faster. */
 bool parking_table_take(struct parking_block *taken);
 bool parking_table_take_owned(uint8_t owner, struct parking_block *taken); /* any of the owner's */
 

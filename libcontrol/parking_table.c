@@ -256,7 +256,7 @@ bool parking_export(uint64_t address, struct parking_block *found)
     return ours;
 }
 
-/* With the lock held, because the block must not end meanwhile. */
+/* Holds the lock during the export, because the block must not end in that time. */
 int parking_descriptor(uint64_t serial)
 {
     int fd = -1;
@@ -322,8 +322,8 @@ bool parking_unuse(uint64_t base, bool later, struct parking_block *found)
     return used;
 }
 
-/* The blocks are the parent's. Another thread of it may have been changing the table at the time of
- * the fork. */
+/* The blocks are the parent's. Another of its threads may have been changing the table at the time
+ * of the fork. */
 void parking_table_after_fork(void)
 {
     table_lock.word = 0;

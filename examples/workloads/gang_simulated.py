@@ -2,7 +2,7 @@
 
 An all-reduce is the kernel `meet`, which spins until its counterpart on the other GPU runs. The
 simulated driver acts on the start of a kernel only within a call of the kernel's process, so a
-thread makes such calls all the time.
+thread makes such calls continuously.
 """
 
 from __future__ import annotations

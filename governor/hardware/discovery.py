@@ -208,9 +208,9 @@ def find_holdings(
 ) -> list[Holding]:
     """Return a process's clients that have channel groups on the GPUs.
 
-    `clients` are those that may belong to the process. Raise OSError if the process is gone or its
-    descriptors cannot be duplicated. What was read by the pid of a process that is gone may belong
-    to another process.
+    `clients` are those that may belong to the process. Raise OSError if the process has ended,
+    because its pid may have been reused while its files were read, or if its descriptors cannot be
+    duplicated.
     """
     found: list[Holding] = []
     left = set(clients)

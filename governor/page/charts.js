@@ -90,7 +90,7 @@ function totalBar(rows) {
 function totalMemoryBar(rows, gpu) {
   const bar = make("div", {class: "bar total memory", "aria-hidden": "true"});
   const here = rows.filter((row) => row.had.stays);
-  // More may be granted than the GPU has; then a mark shows what it has.
+  // If more memory is granted than the GPU has, a mark shows the GPU's memory.
   const whole = Math.max(gpu.memory, sum(here.map((row) => row.had.memory_limit)));
   for (const row of here) {
     const limit = row.had.memory_limit;

@@ -93,7 +93,8 @@ function renderMemory({one, had}, span, live) {
 
 function renderRow(row, span, now, most) {
   const {one} = row;
-  // `live` has what is known only for the present. An ended container may have a successor with the same key.
+  // `live` is the container's present state, which is not shown for past moments. An ended container has none: its key
+  // may be that of a successor.
   const live = one.ended || span.moment ? undefined : now.get(one.key);
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [
@@ -144,7 +145,7 @@ function renderGpu(gpu, span, now) {
   const when = span.moment
     ? `in the ${about.step_s} s before ${clock(timeOf(span.last))}`
     : `in the last ${lasted((span.last - span.first + 1) * about.step_s)}`;
-  // What is left is known only for the present; it excludes grants that no container uses yet.
+  // What is left is known only for the present; grants that no container uses yet are not part of it.
   const guaranteed = span.moment ? sum(here.map((row) => row.had.guarantee)) : 100 - gpu.compute_left;
   const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory_granted;
   const parked = sum(here.map((row) => row.had.parked));

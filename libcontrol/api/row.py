@@ -15,8 +15,8 @@
 - `refund`   gives device memory back: `pointer` names the block, and `kind` is its kind. `instead`
              (optional) is a condition: if it is true, the call has been made, with `result`.
              `{stream}` in it stands for the stream.
-- `use`      uses device memory, or may be checked against what is there, and neither starts work
-             nor takes memory: it waits while the container's memory is parked.
+- `use`      uses device memory, or has the driver check that memory is present, and neither starts
+             work nor takes memory: it waits while the container's memory is parked.
 - `custom`   is written by hand in C.
 
 Parameters are as in NVIDIA's cuda.h 13.5.

@@ -12,7 +12,7 @@ from tests.cluster.kube_api import condition, wait_for
 MEASURED_S = 20.0
 UNIT_US = 500
 ALONE = Profile(durations={0: UNIT_US * 1e3}, scale=1.0, units=1)
-"""Time that a unit of work takes alone; on the simulated GPU it is exactly this."""
+"""Time that a unit of work takes alone; it is exact on the simulated GPU."""
 
 
 def work(*options: str) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def begin(cluster: RealCluster, *names: str) -> None:
         (out(cluster, name) / "begin").touch()
 
 
-def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(
+def test_two_pods_get_70_and_30_percent_and_a_third_waits_with_a_reason(
     cluster: RealCluster,
 ) -> None:
     for name, compute in (("seventy", "70"), ("thirty", "30"), ("ten", "10")):

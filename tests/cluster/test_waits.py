@@ -16,7 +16,7 @@ MAX_S = 20.0
 AWAY_S = 14.0
 
 
-def test_a_pod_that_came_while_there_was_no_governor_starts_when_it_is_back(
+def test_a_pod_created_while_the_governor_was_away_starts_when_it_is_back(
     cluster: RealCluster,
 ) -> None:
     cluster.claim_template("patient", memory="2Gi", compute="40")

@@ -1,11 +1,12 @@
 """A node for real engines: a root file system unpacked from packages, in namespaces and control
 groups of its own.
 
-`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer and
-is pivoted into. So dockerd, containerd and podman run with the paths that they are built for, and
-this machine is not changed: nothing is installed, no file of the host is written, and everything
-disappears with the mount namespace. The PID of a process is the same as on the host, because a
-governor outside the node needs it. `EngineHost.leave` finds and reports anything that is left.
+`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer, and
+pivot_root changes to it. So dockerd, containerd and podman run with the paths that they are built
+for, and this machine is not changed: nothing is installed, no file of the host is written, and
+everything disappears with the mount namespace. The PID of a process is the same as on the host,
+because a governor outside the node needs it. `EngineHost.leave` finds and reports anything that is
+left.
 """
 
 from __future__ import annotations

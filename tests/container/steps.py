@@ -1,8 +1,8 @@
 """Run the hook, and stop it before each system call that could harm the host.
 
-`tests/container/steps.c` is the tracer. With it, a test hits a race every time, at the step that it
-chooses, where other tests need luck. What the hook opened is known from the kernel, not inferred
-from the source.
+`tests/container/steps.c` is the tracer. With it, a test causes a race in every run, at the step
+that it chooses, and does not depend on chance. What the hook opened is known from the kernel, not
+inferred from the source.
 """
 
 from __future__ import annotations

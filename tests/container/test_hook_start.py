@@ -40,11 +40,11 @@ SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
 
 
 def host_mounts(own: Path) -> list[str]:
-    """Return the host's mounts, without the ids that change on their own.
+    """Return the host's mounts, without their ids, which change.
 
     At the same time, other tests mount in their own directories, and the roots of releases are made
-    in build/: in the temporary directory and in build/, only mounts below `own` count. The nodes of
-    benchmarks have directories in /run, one for each process.
+    in build/. In the temporary directory and in build/, only mounts below `own` are returned. The
+    nodes of benchmarks have directories in /run, one for each process.
     """
     lines = [
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
@@ -398,7 +398,7 @@ def test_a_program_of_the_image_is_covered_and_comes_back(node: HookNode, runc: 
 
 
 def test_a_volume_over_run_takes_the_grant(node: HookNode, runc: Runtime) -> None:
-    """A tmpfs on /run is the common case; a host directory there was named by the configuration itself."""
+    """A tmpfs on /run is the common case. A host directory there is one that config.json names."""
     volume = node.base / "volume"
     volume.mkdir()
     for mount in (
@@ -562,7 +562,7 @@ def test_an_optional_driver_starts_a_musl_image_without_it(node: HookNode, runc:
     assert "musl" in node.events()[0]["message"]
 
 
-def test_versioned_names_are_there_too(node: HookNode, runc: Runtime) -> None:
+def test_versioned_names_are_found_too(node: HookNode, runc: Runtime) -> None:
     ran = runc.run(node.bundle(f"probe libcuda.so.{VERSION}"))
     assert ran.stdout.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION} tidegate's libcuda\n")
 

@@ -119,7 +119,7 @@ def watch(node: BenchNode, container: Running) -> list[dict[str, Any]]:
 def check(looks: list[dict[str, Any]]) -> bool:
     """Check the quota and the process with all that it holds; return whether the GPU is fully used.
 
-    On a busy machine the workload may be late, and the GPU idle meanwhile.
+    On a busy machine the workload may launch late, which leaves the GPU idle for a while.
     """
     for look in looks:
         [[pid, used]] = look["processes"]
@@ -141,7 +141,7 @@ def test_a_container_alone_sees_its_own_quota_and_process(node: BenchNode) -> No
 
 
 def test_each_of_two_containers_sees_its_own_quota_and_process(node: BenchNode) -> None:
-    quotas = {"first": "60", "second": "20"}  # of the GPU, and each uses all of its part
+    quotas = {"first": "60", "second": "20"}  # percent of the GPU, of which each uses all
     for number in range(3):
         running = [
             start(node, f"{name}-{number}", ["/usr/bin/watch"], compute=quota)

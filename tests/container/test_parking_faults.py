@@ -1,4 +1,4 @@
-"""Parked memory, and what ends while it moves: a real governor, real containers, a simulated GPU."""
+"""A governor or container ends while memory is parked: real containers and a simulated GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def residency(node: BenchNode, model: Running) -> str:
 
 
 def parked_ones(node: BenchNode, models: list[Running]) -> list[Running]:
-    """Return the models whose memory is parked; there are some once all have their memory."""
+    """Wait until the memory of some models is parked, and return these models."""
     deadline = time.monotonic() + 30
     while not (found := [one for one in models if residency(node, one) == "parked"]):
         assert time.monotonic() < deadline
@@ -53,7 +53,7 @@ def parked_ones(node: BenchNode, models: list[Running]) -> list[Running]:
 
 
 def leaving_one(node: BenchNode, models: list[Running]) -> Running:
-    """Wait until a model has been told to leave, and return it."""
+    """Wait until a model has been ordered to leave the GPU, and return it."""
     deadline = time.monotonic() + 20
     while not (found := [one for one in models if residency(node, one) == "leaving"]):
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ def test_parked_memory_waits_for_the_next_governor(node: BenchNode, models: list
     assert [finish(node, one)["wrong"] for one in models] == [0] * N_MODELS
 
 
-def test_a_governor_that_is_killed_amid_moves_loses_nothing(
+def test_a_governor_that_is_killed_during_moves_loses_nothing(
     node: BenchNode, models: list[Running]
 ) -> None:
     draw = random.Random(5)  # noqa: S311 - delays, no secret

@@ -1,4 +1,4 @@
-"""The driver's process and client, which are real, between stand-ins for the kubelet and the cluster."""
+"""Test the driver's real process and client with stand-ins for the kubelet and the cluster."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
     assert "40 % of GPU 0, 30 % are left" in message
 
 
-def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> None:
+def test_two_versions_of_the_kubelets_interface_are_served_and_no_other(stand: Stand) -> None:
     document = claim()
     stand.api.add_claim(document)
     stand.start()
@@ -148,7 +148,7 @@ def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> No
     future.close()
 
 
-def test_a_kubelet_that_starts_finds_driver_and_slice_again(stand: Stand) -> None:
+def test_a_restarted_kubelet_finds_the_driver_and_its_slice(stand: Stand) -> None:
     """A kubelet that starts deletes the slices of its node, and may have lost what it prepared."""
     document = claim()
     stand.api.add_claim(document)
@@ -222,7 +222,7 @@ def test_concurrent_calls_book_a_claim_once(stand: Stand) -> None:
     assert len(stand.files()) == 6
 
 
-def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
+def test_a_call_is_repeated_after_its_answer_was_lost(stand: Stand) -> None:
     """The kubelet gives up while the API server is slow; the kubelet's next call finds the work
     done.
     """

@@ -77,7 +77,7 @@ def test_samples_of_another_run_are_refused(demo, tmp_path, capsys):
     assert "they are not from the same run" in capsys.readouterr().err
 
 
-def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
+def test_a_directory_without_a_run_is_refused_with_the_command_to_run(tmp_path, capsys):
     assert keep(tmp_path, tmp_path / "r.json") == 1
     assert (
         "run `python -m bench.demo`, and pass the directory that contains its"
@@ -89,7 +89,7 @@ def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
     ("suite", "runner"),
     [("quota", "bench.quota"), ("gangs", "bench.gangs"), ("mirror", "bench.mirror")],
 )
-def test_each_suite_says_which_run_it_is_made_of(suite, runner, tmp_path, capsys):
+def test_each_suite_names_the_run_that_it_needs(suite, runner, tmp_path, capsys):
     assert run.main(["--suite", suite, "--from", str(tmp_path)]) == 1
     assert (
         f"run `python -m {runner}`, and pass the directory that contains its"
@@ -125,7 +125,7 @@ def test_a_result_that_lacks_its_origin_or_data_is_refused(demo, tmp_path, key):
         run.validate(result)
 
 
-def test_the_page_follows_the_results(demo, tmp_path, capsys):
+def test_the_page_is_made_from_the_results(demo, tmp_path, capsys):
     keep(demo, tmp_path / "bench/results/2026-01-02-shares-nvidia-h200.json")
     assert report_docs.main(["--check"], tmp_path) == 1
     assert "docs/benchmarks.md is stale" in capsys.readouterr().out
@@ -231,7 +231,7 @@ def test_a_mirror_run_becomes_one_result_and_a_table(mirrored):
         ({"verify": {"status": 72, "seconds": 1, "libraries": []}}, "verify"),
     ],
 )
-def test_a_mirror_run_that_failed_is_no_result(mirrored, change, word, capsys):
+def test_a_mirror_run_that_failed_is_refused(mirrored, change, word, capsys):
     report, path = mirrored
     path.write_text(json.dumps(report | change))
     assert keep_mirror(path) == 1

@@ -1,4 +1,4 @@
-"""The control library inside an application: the effects of ordinary programs on the library, and the reverse.
+"""The control library inside an application: the effects of ordinary programs on it, and its effects on them.
 
 Each test has an agent, which is a process with the built library on the simulated GPU. The test
 itself acts as the governor: see memory_node.py.
@@ -277,7 +277,7 @@ still = list(os.read(r, 10))
     assert agent.run("still") == [1, 1, 1, 1]
 
 
-def test_the_library_stays_when_a_program_closes_it(build_dir: Path) -> None:
+def test_the_library_stays_loaded_when_a_program_closes_it(build_dir: Path) -> None:
     """The library's helper keeps running, and the program still calls the functions that look-ups
     returned.
     """
@@ -413,8 +413,7 @@ def move_and_check(
         time.sleep(0.01)
     time.sleep(0.3)
     assert counted() == expected
-    # The process is governed: nothing runs before it is granted, and the process reports that it
-    # waits.
+    # The process is governed: nothing runs without a grant, and the process reports that it waits.
     grant(node, 0, 500)
     agent.send("launch(1000); driver.call('cuCtxSynchronize')")
     wait_until(lambda: field("want") > 0)
@@ -521,7 +520,7 @@ def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(
     assert list(node._slots.values()) == [agent.process.pid]
 
 
-def test_a_process_that_starts_long_after_has_a_ledger_of_its_own_at_once(node: MemoryNode) -> None:
+def test_a_process_that_starts_long_after_the_governor_does_not_wait(node: MemoryNode) -> None:
     (node.runtime / "governor.sock").unlink()
     node._closing.set()
     node._beating.join()
@@ -541,7 +540,7 @@ def test_a_process_that_starts_long_after_has_a_ledger_of_its_own_at_once(node: 
     assert any(starts_at_once() for _ in range(3))  # a wait takes 10 s each time
 
 
-def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Path) -> None:
+def test_a_program_ends_without_waiting_for_a_grant(node: MemoryNode, tmp_path: Path) -> None:
     """A library that was loaded later ends later, and may wait for held work."""
     late = tmp_path / "late.so"
     source = ROOT / "tests/interposed/late.c"
@@ -557,7 +556,7 @@ def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Pat
     assert agent.process.wait(20) == 40
 
 
-def test_memory_that_comes_and_goes_adds_up_to_nothing_while_no_governor_samples(
+def test_charges_of_freed_memory_do_not_accumulate_while_no_governor_samples(
     node: MemoryNode,
 ) -> None:
     agent = node.agent()
@@ -580,7 +579,7 @@ def test_memory_that_comes_and_goes_adds_up_to_nothing_while_no_governor_samples
     assert node.used() >= before + 100 * STREAM
 
 
-def test_a_module_is_not_charged_for_what_other_threads_take_meanwhile(node: MemoryNode) -> None:
+def test_a_module_is_not_charged_for_memory_that_other_threads_take(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     node.go_away()
@@ -678,7 +677,7 @@ def test_a_capture_continues_when_a_stream_that_joined_it_ends(node: MemoryNode)
     agent.answer()
 
 
-def test_work_in_a_stream_of_another_gpu_needs_that_one_s_grant(
+def test_work_in_a_stream_of_another_gpu_needs_the_grant_of_that_gpu(
     build_dir: Path, tmp_path: Path
 ) -> None:
     need_namespaces()
@@ -955,8 +954,8 @@ def test_a_holder_that_waits_for_the_next_grant_keeps_this_one_only_while_its_wo
         agent.send("for i in range(2): launch(300_000_000, s)")
         until_field(agent, "released_epoch", epoch)
         early_ms.append((deadline - agent.field("release_ns")) / 1e6)
-        # If others were waiting, a process that is slow to ask would give this grant back unused,
-        # and would get no other.
+        # If others were waiting, a process that asks late would give this grant back unused, and
+        # would get no further one.
         node.write("contended", 0)
         grant(node, time.monotonic_ns() + 3600 * SECOND, 10 * epoch)
         agent.answer()
@@ -970,7 +969,7 @@ STRATEGY_MPS = 1
 def charged_after(
     agent: Agent, before: int, least: int = 10_000_000, other: str = "launch_meet(1000, 1, s)"
 ) -> int:
-    """Return the charge of units, as soon as there is one: the agent has to query a marker first."""
+    """Return the charge once it is at least `least` ns: the agent has to query a marker first."""
     end = time.monotonic() + 20
     while agent.field("busy_ns") - before < least:
         assert time.monotonic() < end, "it is not charged"
@@ -1102,7 +1101,7 @@ def test_a_process_that_never_had_a_grant_keeps_to_its_share_without_a_governor(
 
 
 def mps_agent(node: MemoryNode) -> Agent:
-    """Return an agent on an MPS GPU that holds a grant, and gives back with up to 60 ms of work left."""
+    """Return an agent with a grant of an MPS GPU, returned early with up to 60 ms of work left."""
     agent = quick_agent(node)
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
     node.write("strategy", STRATEGY_MPS)

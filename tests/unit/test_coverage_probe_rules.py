@@ -35,7 +35,7 @@ def faults(native, governed=None, quota=64 << 30):
     return coverage_probe.judge_call(("cuX", ""), native, governed or native, quota).faults
 
 
-def test_each_function_of_the_reference_is_called_or_says_why_not():
+def test_each_function_of_the_reference_is_called_or_has_a_reason_not_to_be():
     calls = coverage_probe.SOURCE.with_name("coverage_probe_calls.h").read_text()
     called = {base_name(name) for name in CALLED.findall(calls)}
     expected = {name for name in read_effects() if not ELSEWHERE.match(name)}
@@ -68,7 +68,7 @@ def test_each_function_of_the_reference_is_called_or_says_why_not():
         (ran(gpu_us=60.0), "works 60 us past the gate"),
     ],
 )
-def test_what_a_call_does_has_to_show_in_the_ledger(row, fault):
+def test_effects_of_a_call_must_be_in_the_ledger(row, fault):
     found = faults(row)
     assert len(found) == (fault is not None)
     assert fault is None or found[0].startswith(fault)
@@ -102,7 +102,7 @@ def test_a_function_of_the_host_is_excused_from_the_gate_alone():
 
 
 @pytest.mark.parametrize("change", [64 * MIB, -512 * MIB])
-def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(change):
+def test_memory_that_the_driver_takes_or_frees_may_be_found_by_the_governor(change):
     row = ran(process=change, late=True)
     said = (f"{'takes' if change > 0 else 'frees'} {abs(change) // MIB} MiB unseen",)
     assert faults(row, row | {"after": {"overhead": change}}) == ()
@@ -111,7 +111,7 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     assert faults(row | {"late": False}, row | {"after": {"overhead": change}}) == said
     assert faults(row, row | {"after": {"overhead": change // 4}}) == said
     assert faults(row, row | {"after": {"overhead": -change}}) == said
-    # A second has passed, and no sample found it. The ledger of a native row is not used.
+    # A second has passed, and no sample found the overhead. The ledger of a native row is ignored.
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
@@ -121,7 +121,7 @@ def test_memory_that_leaves_the_process_and_not_the_gpu_stays_charged():
     assert faults(row, row | {"returned": {"unseen": -64 * MIB}}) == ("frees 64 MiB unseen",)
 
 
-def test_any_call_may_make_the_driver_take_a_little_for_itself():
+def test_any_call_may_make_the_driver_take_up_to_4_mib():
     assert faults(ran(process=2 * MIB, after={"overhead": 2 * MIB})) == ()
     assert faults(ran(process=4 * MIB, after={"overhead": 4 * MIB})) == ()
     assert faults(ran(process=6 * MIB, after={"overhead": 6 * MIB})) == ("takes 6 MiB unseen",)
@@ -136,7 +136,7 @@ def test_memory_that_a_call_announced_may_be_settled_by_the_governor_before_the_
         assert faults(row) == ("takes 6 MiB unseen",)
 
 
-def test_what_the_governor_finds_excuses_no_work():
+def test_overhead_that_the_governor_finds_does_not_excuse_work():
     row = ran(process=64 * MIB, late=True, gpu_us=1000.0, after={"overhead": 64 * MIB})
     assert faults(row) == ("works 1000 us past the gate",)
 

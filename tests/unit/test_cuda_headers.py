@@ -44,7 +44,7 @@ def test_a_function_belongs_to_the_first_version_that_declares_it():
     assert names["13.10"] == {"cuD"}
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_names_can_be_read(tmp_path):
     names = {"13.0": frozenset(f"cuFunctionNumber{i}_ptsz" for i in range(50)), "13.1": frozenset()}
     path = tmp_path / "declared.toml"
     path.write_text(cuda_headers.write_declared(names))
@@ -126,7 +126,7 @@ def test_the_types_and_prototypes_are_those_of_the_installed_header():
     faults, said = cuda_abi.examine(include)
     assert faults == []
     assert said[0].startswith("libcontrol: ")
-    # This shows that there is something to compare: these numbers grow with the tables.
+    # The comparison must not be empty: these numbers grow with the tables.
     ours = cuda_abi.read_control()
     assert len(ours.types) > 60
     assert len(ours.functions) > 280

@@ -254,7 +254,7 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
 
 
 def test_a_gang_does_not_wait_for_a_gpu_that_is_steered_now(library):
-    """Its arbiter is not stepped, so its last answer to the gangs would hold for ever."""
+    """The GPU's arbiter is not stepped, so its last answer to the gangs would never change."""
     programs = [
         GangProgram((0, 1), 45, meet=0), GangProgram((1,), 45), GangProgram((0,), 50), GangProgram((0, 1), 10),
     ]  # fmt: skip
@@ -375,7 +375,7 @@ def test_any_mix_gets_its_shares_without_long_waits(library, programs):
         for p in here:
             p.quota = 85 * p.quota // total
     with play_programs(library, programs, 400 * MS) as node:
-        # One period of the smallest quota, for a turn that overran.
+        # This allows for one period of the smallest quota, after a turn that overran.
         assert node.longest < 120 * MS, programs
         for p in programs:
             shares = node.share(p)
@@ -391,7 +391,10 @@ def test_any_mix_gets_its_shares_without_long_waits(library, programs):
 
 
 def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
-    """Turns that cut grants short used to wait for their work on one GPU after the other: 4 ms, and 8 % less done."""
+    """A turn that cuts grants short waits for their work on one GPU after the other.
+
+    That took 4 ms, and 8 % less work was done.
+    """
     gang = GangProgram((0, 1), 30)
     hogs = [GangProgram((0,), 60, work=2 * MS), GangProgram((1,), 60, work=3 * MS // 2)]
     with play_programs(library, [gang, *hogs], 2 * S) as node:

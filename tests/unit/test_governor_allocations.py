@@ -54,7 +54,7 @@ def test_the_configuration_completes_a_quota() -> None:
     assert complete_quota(ask(compute_limit=5), config) == Quota(3 * GIB, 5, 5)
 
 
-def test_a_missing_memory_is_refused() -> None:
+def test_a_request_without_memory_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"tidegate\.gpu/memory is missing") as caught:
         complete_quota(ask(compute=10), Config())
     assert "defaults.memory" in caught.value.hint
@@ -405,7 +405,7 @@ def test_unknown_device_nodes_restrict_nothing() -> None:
 OVERBOOKED = Config(memory=MemoryOptions(overbook=2.0, host=100 * GIB))
 
 
-def test_quotas_of_containers_that_may_be_parked_add_up_to_more_than_there_is() -> None:
+def test_quotas_of_containers_that_may_be_parked_can_exceed_the_gpus_memory() -> None:
     allocations = AllocationTable(gpus(1), OVERBOOKED)
     for i in range(3):
         quota, _ = allocations.admit(str(i), ask(memory="10Gi"))
@@ -438,7 +438,8 @@ def test_a_container_that_is_never_parked_has_its_memory(annotations, count) -> 
     with pytest.raises(RefusedError, match="5632 MiB of memory left"):
         allocations.admit("b", ask(memory="6Gi"))
     allocations.admit("b", ask(memory="5Gi"))
-    # One that may be parked fits beside those that may not; together they need not.
+    # A container that may be parked has to fit next to those that may not, but not next to others
+    # that may be parked.
     with pytest.raises(RefusedError, match="512 MiB of memory left"):
         allocations.admit("c", ask(memory="1Gi", parking="never", devices=0))
     allocations.admit("c", ask(memory="5Gi", devices=0))
@@ -463,7 +464,7 @@ def test_the_host_has_room_for_all_that_may_be_parked() -> None:
     allocations.admit("d", ask(memory="8Gi"))
 
 
-def test_a_changed_quota_stays_one_that_may_be_parked() -> None:
+def test_a_container_may_be_parked_after_its_quota_was_changed() -> None:
     allocations = AllocationTable(gpus(1), OVERBOOKED)
     allocations.admit("a", ask(memory="10Gi"))
     allocations.admit("b", ask(memory="10Gi"))

@@ -162,7 +162,7 @@ def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
     play(scene)
 
 
-def test_where_memory_is_and_what_moving_it_cost_is_in_the_metrics_as_in_ps(
+def test_the_metrics_of_parked_memory_are_the_numbers_of_ps(
     play: Callable[[Scene], None],
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -238,7 +238,7 @@ def test_waits_for_grants_are_a_histogram(play: Callable[[Scene], None]) -> None
     play(scene)
 
 
-def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_container(
+def test_counters_of_a_container_include_ended_processes_and_end_with_it(
     play: Callable[[Scene], None],
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -296,7 +296,7 @@ def test_a_gpus_counters_do_not_decrease_when_a_container_ends(
     play(scene)
 
 
-def test_gpu_time_has_the_grant_under_way() -> None:
+def test_gpu_time_includes_the_current_grant() -> None:
     stats = Stats(grants=3, charged_ns=5, lent_ns=2, held_ns=9, overdue=1, handover_ns=4)
     assert gpu_time(stats, 100) == GpuTime(9, 5, 0, 4, 3, 1)
     stats.since_ns = 60
@@ -502,7 +502,7 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (b"b" * 4 * HEAD_LIMIT, b"431"),
     ],
 )
-def test_other_requests_than_a_scrape_are_refused(
+def test_requests_other_than_a_scrape_are_refused(
     play: Callable[[Scene], None], request_: bytes, status: bytes
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -609,7 +609,7 @@ def test_a_client_that_does_not_read_is_disconnected(
     play(scene)
 
 
-def test_scrapes_near_to_each_other_get_the_same_numbers(
+def test_scrapes_in_quick_succession_get_the_same_numbers(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -762,7 +762,7 @@ def test_names_follow_the_conventions() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-def test_half_of_the_waits_and_nearly_all_keep_a_bound() -> None:
+def test_the_bound_of_half_of_the_waits_and_of_nearly_all() -> None:
     none = [0] * N_WAITS
     assert wait_bound_ms(none, 0.5) is None
     waits = [50, 48, *none[2:-1], 2]

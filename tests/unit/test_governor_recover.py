@@ -434,7 +434,7 @@ def test_foreign_processes_do_not_keep_own_processes_out(
     play(scene)
 
 
-def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
+def test_a_container_that_ended_while_no_governor_ran_is_removed(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         stays = await world.admit("two")
@@ -744,7 +744,7 @@ def test_a_ledger_of_another_container_is_not_taken() -> None:
         assert theirs.page[100:108] == b"the same"
 
 
-def test_a_sealed_one_is_taken_only_where_nothing_else_is_known() -> None:
+def test_a_sealed_memfd_is_taken_only_if_the_ledger_is_unknown() -> None:
     with faker("sealed") as (process, inode):
         device = memfd_device()
         assert find_ledger([process], FileIdentity(device, inode + 1), set()) is None
@@ -787,7 +787,7 @@ def test_a_governor_survives_any_mapping_of_a_container(play: Play) -> None:
 # ---- processes ----
 
 
-def test_a_process_is_known_by_when_it_began() -> None:
+def test_a_process_is_identified_by_its_start_time() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
         start = start_time(process.pid)
@@ -806,7 +806,7 @@ def test_a_process_is_known_by_when_it_began() -> None:
     assert start_time(process.pid) is None
 
 
-def test_a_name_with_brackets_hides_no_start_time() -> None:
+def test_a_name_with_brackets_does_not_affect_the_start_time() -> None:
     rename = (
         "import ctypes, sys; ctypes.CDLL(None).prctl(15, b') R 1 (2 3', 0, 0, 0); print(); input()"
     )
@@ -824,7 +824,7 @@ def test_a_name_with_brackets_hides_no_start_time() -> None:
         process.communicate()
 
 
-def test_too_many_open_files_is_not_a_process_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_is_not_an_ended_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -851,7 +851,7 @@ def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None
     assert identifier in list(cgroup_names(1))
 
 
-def test_a_container_may_call_its_control_groups_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_may_give_its_control_groups_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The container's first process is in a group that it created itself, and the container must
     still be adopted.
     """
@@ -884,7 +884,7 @@ def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
         parent.communicate()
 
 
-def test_no_ledger_ends_the_governor(play: Play) -> None:
+def test_no_content_of_a_ledger_ends_the_governor(play: Play) -> None:
     """Whatever a ledger contains, samples, audits, listings and scrapes continue."""
     draw = random.Random(7)  # noqa: S311
     whole = [b"\xff" * layout.LEDGER_SIZE, bytes(layout.LEDGER_SIZE)]

@@ -56,7 +56,7 @@ def wait_for(condition, seconds=20):
         time.sleep(0.005)
 
 
-def test_a_process_seen_once_is_not_searched_for_ever(world):
+def test_a_process_seen_once_is_searched_once(world):
     """The process's context is gone before the search: there is one search, and no thorough one."""
     enter(world, 11, lambda: 0)
     world.finder.saw({11})
@@ -97,7 +97,7 @@ def test_repeated_registration_does_not_cause_more_searches(world):
     assert 1 <= len(world.looks) <= 1 + 1.2 / (world.takes_s * COST)
 
 
-def test_a_search_that_ends_after_a_new_registration_counts(world):
+def test_a_search_that_ends_after_a_new_registration_is_used(world):
     world.takes_s = 0.1
     world.has[11] = ["a context"]
     enter(world, 11)
@@ -183,7 +183,7 @@ def test_a_search_among_all_clients_is_rare_however_many_processes_there_are(wor
     assert 1 <= len(thorough()) <= most
 
 
-def test_a_process_that_came_before_the_finder_started_is_searched_like_a_new_one(world):
+def test_a_process_registered_before_the_finder_started_is_searched_like_a_new_one(world):
     """While the GPU is not steered, no search can find anything, so none counts as a miss."""
     world.finder.stop()
     enter(world, 11)

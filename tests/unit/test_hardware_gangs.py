@@ -40,7 +40,7 @@ def add(board, n_gpus=2):
 
 
 def say(board, now, *gangs):
-    """Report loads, given as (gang, load by GPU), as if they had been the same for some periods."""
+    """Report loads, given as (gang, load by GPU), as if they had not changed for some periods."""
     for gang, loads in gangs:
         if gang in board._gangs:
             board._gangs[gang].used = max(one.had for one in loads.values())
@@ -51,21 +51,21 @@ def say(board, now, *gangs):
 # ---- the board ----
 
 
-def test_each_gpu_is_told_which_container_joined():
+def test_each_gpu_is_notified_of_the_container_that_joined():
     board, gpus = Board(), [Joined(), Joined()]
     assert board.add(gpus, [7, 4]) == 0
     assert [gpu.joined for gpu in gpus] == [[(7, 0)], [(4, 0)]]
     assert board.add(gpus, [1, 2]) == 1
 
 
-def test_beside_work_on_any_gpu_it_has_its_part_of_all():
+def test_a_gang_with_competitors_on_one_gpu_has_a_window_on_all():
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3)}))
     assert board.windows(PERIOD) == {gang: Window(0, 30 * MS)}
 
 
-def test_alone_or_asleep_it_has_no_window():
+def test_a_gang_that_is_alone_or_idle_has_no_window():
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3), 1: load(0.3)}))
@@ -74,7 +74,7 @@ def test_alone_or_asleep_it_has_no_window():
     assert board.windows(2 * PERIOD) == {}
 
 
-def test_one_of_its_gpus_is_enough_to_be_at_work():
+def test_a_gang_that_works_on_one_gpu_has_a_window():
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
@@ -97,7 +97,7 @@ def test_a_gang_with_occasional_work_has_no_window():
     assert [i for i in has if has[i]] == [5, 6, 7, 8, 9, 13, 14]
 
 
-def test_rivals_follow_one_another():
+def test_windows_of_gangs_on_the_same_gpus_do_not_overlap():
     board = Board()
     one, two = add(board), add(board)
     loads = {gpu: load(0.45, 0.45) for gpu in (0, 1)}
@@ -110,7 +110,7 @@ def test_rivals_follow_one_another():
     }
 
 
-def test_those_without_a_common_gpu_are_on_at_once():
+def test_gangs_without_a_common_gpu_are_on_at_the_same_time():
     board = Board()
     one, two = add(board), add(board)
     say(board, 0, (one, {0: load(0.5, 0.4), 1: load(0.5, 0.4)}))
@@ -118,7 +118,7 @@ def test_those_without_a_common_gpu_are_on_at_once():
     assert board.windows(PERIOD) == {one: Window(0, 50 * MS), two: Window(0, 40 * MS)}
 
 
-def test_a_ring_of_gpus_is_made_to_fit():
+def test_windows_of_gangs_in_a_ring_fit_into_a_period():
     board = Board()
     gangs = [add(board) for _ in range(3)]
     for i, gang in enumerate(gangs):
@@ -129,7 +129,7 @@ def test_a_ring_of_gpus_is_made_to_fit():
 
 
 @pytest.mark.parametrize("n", [2, 3, 6])
-def test_a_chain_of_gpus_has_its_halves(n):
+def test_gangs_in_a_chain_have_alternate_halves_of_the_period(n):
     """Each gang shares a GPU with the next one, but the first and the third have no GPU in
     common.
     """
@@ -175,7 +175,7 @@ def test_time_that_others_may_not_have_is_lent_to_the_gang():
     assert board.windows(3 * PERIOD)[gang].end <= 40 * MS + MORE
 
 
-def test_time_that_calls_took_is_compensated_and_no_more():
+def test_compensation_is_limited_to_the_time_that_calls_take():
     board = Board()
     gang = add(board)
     lengths = []
@@ -201,10 +201,10 @@ def test_time_that_calls_took_is_compensated_and_no_more():
         (((0, 30), (0, 0)), 0),  # not switched yet
     ],
 )
-def test_time_on_only_one_of_its_gpus_is_made_up_for(spans, more_us):
+def test_time_on_only_one_gpu_is_compensated(spans, more_us):
     board = Board()
     gang = add(board)
-    for _ in range(2):  # from when it has a window
+    for _ in range(2):  # a gang is compensated only once it has a window
         loads = {
             gpu: load(0.3, 0.6)._replace(span=(PERIOD + on * MS, PERIOD + off * MS))
             for gpu, (on, off) in enumerate(spans)
@@ -214,7 +214,7 @@ def test_time_on_only_one_of_its_gpus_is_made_up_for(spans, more_us):
     assert window == Window(0, 30 * MS + more_us * 1000, more_us * 1000)
 
 
-def test_within_a_period_windows_stay_where_they_are():
+def test_windows_do_not_change_within_a_period():
     board = Board()
     one = add(board)
     say(board, 0, (one, {gpu: load(0.3, 0.6) for gpu in (0, 1)}))
@@ -233,7 +233,7 @@ def test_a_gpu_without_recent_reports_does_not_count():
     assert board.windows(RECENT + PERIOD) == {}
 
 
-def test_a_removed_gang_has_no_window_at_once():
+def test_a_removed_gang_loses_its_window_at_once():
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {gpu: load(0.3, 0.6) for gpu in (0, 1)}))
@@ -351,7 +351,7 @@ class TwoGpuNode:
 
 
 def measure(node, seconds=5, warm=2):
-    """Return the percentage that each container worked on each GPU, and that each gang worked on both at once."""
+    """Return the percentage of time that each container worked, by GPU, and each gang on both."""
     node.run(warm)
     begun = [{i: c.done for i, c in contexts.items()} for contexts in node.contexts]
     worked = dict(node.worked)
@@ -364,7 +364,7 @@ def measure(node, seconds=5, warm=2):
 
 
 @pytest.mark.parametrize("limit", [0.3, 1.0])
-def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
+def test_a_job_of_two_gpus_beside_hogs_has_its_share_on_both_at_the_same_time(limit):
     """Without windows the job would be on both GPUs at once for some 9 percent of the time."""
     hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
     had, worked = measure(TwoGpuNode([hogs, dict(hogs)], {1}))
@@ -374,7 +374,7 @@ def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
         assert one[2] == pytest.approx(60, abs=1) if limit == 0.3 else one[2] > 57
 
 
-def test_a_hog_on_one_of_its_gpus_is_enough():
+def test_a_job_of_two_gpus_has_its_share_beside_a_hog_on_one_of_them():
     had, worked = measure(
         TwoGpuNode([{1: Share(0.3, 0.3), 2: Share(0.6, 1)}, {1: Share(0.3, 0.3)}], {1})
     )
@@ -382,14 +382,14 @@ def test_a_hog_on_one_of_its_gpus_is_enough():
     assert had[0][2] > 66
 
 
-def test_rivals_have_their_halves_at_once_on_both():
+def test_two_gangs_on_the_same_gpus_each_have_half_on_both_at_the_same_time():
     shares = {1: Share(0.45, 0.45), 2: Share(0.45, 0.45)}
     _, worked = measure(TwoGpuNode([shares, dict(shares)], {1, 2}))
     # The calls that end the first window delay the second one, on one GPU more than on the other.
     assert worked == {i: pytest.approx(45, abs=0.5) for i in (1, 2)}
 
 
-def test_several_others_share_what_is_left():
+def test_other_containers_share_the_remaining_time():
     shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
     had, worked = measure(TwoGpuNode([shares, dict(shares)], {1}))
     assert worked[1] == pytest.approx(30, abs=1)
@@ -410,7 +410,7 @@ def test_compensation_of_windows_changes_no_slices():
     assert len(seen) == 1
 
 
-def test_alone_it_is_held_to_its_cap_as_any_other():
+def test_a_gang_that_is_alone_is_held_to_its_cap():
     _, worked = measure(TwoGpuNode([{1: Share(0.3, 0.3)}, {1: Share(0.3, 0.3)}], {1}))
     assert worked[1] == pytest.approx(30, abs=1)
 
@@ -426,7 +426,7 @@ def test_a_service_is_not_kept_waiting_by_a_window():
     assert sum(waits) / len(waits) < 4 * MS
 
 
-def test_a_job_of_two_gpus_that_is_a_service_is_served_at_once():
+def test_a_gang_of_class_latency_is_served_at_once():
     shares = {1: Share(0.3, 1, latency=True), 2: Share(0.6, 1)}
     node = TwoGpuNode([shares, dict(shares)], {1})
     for contexts in node.contexts:

@@ -39,7 +39,7 @@ class StubProcess:
 class PlayedGpu:
     """A GPU with processes that always have work.
 
-    Those that are on share the time evenly as it passes.
+    Processes that are switched on share the time evenly.
     """
 
     n_lost = 0
@@ -69,7 +69,7 @@ class PlayedGpu:
             raise self.failure
 
     def find(self, pid, pidfd, *, thorough):
-        os.fstat(pidfd)  # open for as long as this takes
+        os.fstat(pidfd)  # must be open
         time.sleep(self.thorough_s if thorough else self.find_s)
         self.n_finds += 1
         self.n_thorough += thorough
@@ -139,7 +139,7 @@ class StubContainer:
 
 
 class WaitingContainer(StubContainer):
-    """A container with one process that waits for a GPU at once."""
+    """A container with one process that waits for a GPU from the start."""
 
     def __init__(self, runner, share, grant=None, ledger=None, device=0):
         self.runner, self.device = runner, device
@@ -219,7 +219,7 @@ def test_a_process_is_searched_when_it_has_a_context(runner, gpu):
 
 
 def wait_for_last_search(gpu, most):
-    """Return the number of searches once there was none for 0.3 s; there are `most` at most."""
+    """Return the number of searches, at most `most`, once there was none for 0.3 s."""
     n, since = gpu.n_finds, time.monotonic()
     while time.monotonic() - since < 0.3:
         time.sleep(0.01)
@@ -234,7 +234,7 @@ def test_a_process_is_searched_again_only_when_it_has_more_contexts(runner, gpu)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.slices)
-    # Its work may have been seen before the first search ended: then one follows.
+    # If its work was seen before the first search ended, a second search follows.
     before = wait_for_last_search(gpu, most=2)
     gpu.n_contexts = 2
     wait_for(lambda: gpu.n_finds > before)
@@ -250,7 +250,7 @@ def test_the_charged_time_is_that_of_the_gpus_trace(runner, gpu):
     assert (stats.since_ns, stats.open, stats.held_ns) == (0, 0, stats.charged_ns)
 
 
-def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
+def test_a_cap_switches_a_process_off_until_it_is_raised(runner, gpu):
     container = StubContainer(runner, 20, 20)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -261,7 +261,7 @@ def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
     assert 11 not in gpu.off
 
 
-def test_a_removed_container_is_left_on(runner, gpu):
+def test_a_removed_container_is_switched_on(runner, gpu):
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -292,7 +292,7 @@ def test_a_process_that_claims_contexts_and_has_none_costs_little(runner, gpu):
     container.enter(gpu, 11, says=lambda: 3)
     time.sleep(1.5)
     wait_for(lambda: gpu.n_finds > 1)
-    assert gpu.n_finds <= 3 + time.monotonic() - began  # three, and then one a second
+    assert gpu.n_finds <= 3 + time.monotonic() - began  # three, and then one per second
     assert gpu.n_thorough == 0
 
 
@@ -303,11 +303,11 @@ def test_a_process_with_a_long_search_is_not_searched_for_some_time(runner, gpu)
     StubContainer(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
     time.sleep(1.2)
     wait_for(lambda: gpu.n_finds > 1)
-    # Each takes 0.05 s, and 20 times that passes in between.
+    # Each search takes 0.05 s, and the pause between two is 20 times as long.
     assert gpu.n_finds <= 1 + time.monotonic() - began
 
 
-def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
+def test_steering_ends_if_a_working_process_cannot_be_switched_off(runner, gpu):
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     gpu.hidden.add(11)
@@ -315,11 +315,11 @@ def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
     wait_for(lambda: not runner.is_steered)
     assert gpu.n_thorough
     wait_for(lambda: container.read("deadline_ns") != layout.OPEN)
-    # The container was charged for it nonetheless.
+    # The container was nevertheless charged for the time that it used.
     assert runner.stats(container.tenant).charged_ns > 400 * MS
 
 
-def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu):
+def test_an_old_client_is_found_before_it_is_considered_hidden(runner, gpu):
     """Only a thorough search finds it, which takes longer than the time for which a hidden process is tolerated."""
     gpu.thorough_s = 1.0
     gpu.old.add(11)
@@ -341,7 +341,7 @@ def test_a_process_in_two_slots_is_removed_with_the_last(runner, gpu):
     wait_for(lambda: 11 in gpu.off)  # steered as before
 
 
-def test_a_number_that_is_another_container_s_now_begins_at_nothing(runner, gpu):
+def test_the_charge_of_a_reused_tenant_number_begins_at_zero(runner, gpu):
     container = StubContainer(runner, 10, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -374,8 +374,8 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
 
 @pytest.fixture
 def tried(build_dir, gpu):
-    """A runner that tries again 0.1 s after a failure, and whether the GPU can be opened then. That
-    takes until the event is set.
+    """A runner that tries again 0.1 s after a failure, and what its attempts to open the GPU are
+    tested with: their times, the errors that the next ones raise, and the event that they wait for.
     """
     opened = []
     refusals = []
@@ -401,7 +401,7 @@ def tried(build_dir, gpu):
 
 
 def test_after_a_failure_steering_is_tried_again(tried, gpu):
-    """What changed in the meantime counts, and what a container has used is not forgotten."""
+    """Changes made in the meantime take effect, and a container's charge is kept."""
     runner, opened, refusals, may_open = tried
     first = StubContainer(runner, 60, 100)
     second, third = (StubContainer(runner, 10, 10) for _ in range(2))
@@ -460,7 +460,7 @@ def test_a_second_failure_is_tried_again_as_well(tried, gpu):
         assert len(opened) == n
 
 
-def test_the_end_does_not_wait_for_the_next_try(build_dir, gpu):
+def test_closing_does_not_wait_for_the_next_attempt(build_dir, gpu):
     runner = make_runner(build_dir, lambda _: gpu, again_s=60)
     runner.wait_opened(20)
     gpu.failure = OSError("the device is gone")
@@ -514,7 +514,7 @@ def test_grants_divide_the_time_until_a_gpu_is_open(opening, gpu):
     assert runner.not_steered == ""
 
 
-def test_the_end_does_not_wait_for_a_test(opening):
+def test_closing_does_not_wait_for_a_test(opening):
     runner, _ = opening
     began = time.monotonic()
     runner.close()
@@ -635,7 +635,7 @@ def test_a_container_with_a_steered_gpu_keeps_its_turns_on_another_one(build_dir
         together.remove(gang)
 
 
-def test_the_end_switches_everything_on(build_dir, gpu, hardware):
+def test_closing_switches_everything_on(build_dir, gpu, hardware):
     runner = make_runner(build_dir, lambda _: hardware)
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)

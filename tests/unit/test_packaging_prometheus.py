@@ -74,7 +74,7 @@ def named(expression: str) -> set[str]:
     return set(re.findall(r"\btidegate_[a-z_]+", expression))
 
 
-def test_promtool_has_nothing_against_the_rules(promtool: str) -> None:
+def test_promtool_accepts_the_rules(promtool: str) -> None:
     done = run(promtool, "check", "rules", ALERTS)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{len(rules())} rules found" in done.stdout
@@ -89,7 +89,7 @@ def test_the_rules_fire_where_they_should_and_nowhere_else(promtool: str, tmp_pa
 
 
 def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
-    """Mutations are covered: the scene of a rule finds a threshold that is never reached."""
+    """If a rule is mutated so that it never fires, its scene fails."""
     text, scenes = ALERTS.read_text(), tmp_path / SCENES.name
     document = yaml.safe_load(SCENES.read_text())
     for rule in rules():
@@ -106,7 +106,7 @@ def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
         assert run(promtool, "test", "rules", scenes).returncode != 0, rule["alert"]
 
 
-def test_every_metric_that_is_named_is_there() -> None:
+def test_every_metric_that_is_named_exists() -> None:
     expressions = [rule["expr"] for rule in rules()] + queries()
     variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
     expressions += [one["query"]["query"] for one in variables if one["type"] == "query"]
@@ -120,7 +120,7 @@ def test_every_metric_that_is_named_is_there() -> None:
         assert set(wanted) <= known, expression
 
 
-def test_texts_of_alerts_name_labels_that_they_have() -> None:
+def test_texts_of_alerts_use_only_labels_that_the_alerts_have() -> None:
     for rule in rules():
         by = re.search(r"\bby \(([^)]*)\)", rule["expr"])
         has = set(by[1].split(", ")) if by else SCRAPED.union(*map(LABELS.get, named(rule["expr"])))
@@ -130,8 +130,8 @@ def test_texts_of_alerts_name_labels_that_they_have() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
 
 
-def test_panels_show_something_of_series_that_are_there(promtool: str, tmp_path: Path) -> None:
-    """Each query becomes an alert on its absence, next to one series of each metric. None may fire.
+def test_queries_of_panels_have_results(promtool: str, tmp_path: Path) -> None:
+    """Each query becomes an alert on its absence, with one series of each metric. None may fire.
 
     In this way Prometheus itself finds labels that do not match, and functions for the wrong kind
     of metric.
@@ -171,9 +171,7 @@ def test_panels_show_something_of_series_that_are_there(promtool: str, tmp_path:
     assert run(promtool, "test", "rules", tmp_path / "test.yaml").returncode != 0
 
 
-def test_promtool_has_nothing_against_the_metrics(
-    promtool: str, tmp_path: Path, build_dir: Path
-) -> None:
+def test_promtool_accepts_the_metrics(promtool: str, tmp_path: Path, build_dir: Path) -> None:
     async def scrape() -> str:
         world = MetricsWorld(tmp_path, build_dir / "libcontrol")
         try:
@@ -186,7 +184,7 @@ def test_promtool_has_nothing_against_the_metrics(
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_dashboard_is_what_grafana_takes() -> None:
+def test_the_dashboard_is_consistent() -> None:
     document = json.loads(DASHBOARD.read_text())
     assert DASHBOARD.read_text() == grafana_dashboard.dashboard()
     identifiers = [panel["id"] for panel in document["panels"]]

@@ -1,5 +1,5 @@
-"""`tidegate setup podman` and `crio`: hooks and a drop-in are written to places that the engine
-reads and that no other program reads.
+"""`tidegate setup podman` and `crio`: hooks and a drop-in are written to directories that the
+engine reads and that no other program reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def root(tmp_path):
         ("50-tidegate-end.json", "poststop"),
     ],
 )
-def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
+def test_the_hooks_conform_to_oci_hooks_1_0_0(name, stage):
     hook = json.loads((PACKAGING / "hooks.d" / name).read_text())
     assert set(hook) == {"version", "hook", "when", "stages"}
     assert hook["version"] == "1.0.0"
@@ -70,7 +70,7 @@ def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
     assert stage in STAGES
 
 
-def test_the_order_is_that_of_their_names():
+def test_the_hooks_are_ordered_by_their_names():
     names = sorted(p.name.lower() for p in (PACKAGING / "hooks.d").iterdir())
     assert names == ["50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json"]
 
@@ -133,7 +133,7 @@ def test_a_foreign_hook_of_that_name_is_refused(root, capsys, content):
     assert snapshot(root) == before
 
 
-def test_podman_reads_the_directory_by_a_drop_in_beside_those_that_it_reads_now(root):
+def test_a_drop_in_adds_the_directory_to_those_that_podman_reads(root):
     """By default, Podman reads only the directory in /usr/share, which CRI-O reads as well."""
     setup(root, "podman")
     assert text(root, CONF) == (
@@ -199,7 +199,7 @@ def set_up_formerly(root: Path, monkeypatch: pytest.MonkeyPatch, *words: str) ->
 
 
 @pytest.mark.parametrize("conf", ["", '[engine]\nhooks_dir = ["/a"]\n'])
-def test_a_second_run_moves_what_was_set_up_before_where_buildah_reads(root, monkeypatch, conf):
+def test_a_second_run_moves_hooks_out_of_the_directory_that_buildah_reads(root, monkeypatch, conf):
     put(root, "/etc/containers/containers.conf", conf)
     before = snapshot(root)
     set_up_formerly(root, monkeypatch)
@@ -215,7 +215,7 @@ def test_a_second_run_moves_what_was_set_up_before_where_buildah_reads(root, mon
     assert snapshot(root) == before
 
 
-def test_a_directory_that_others_hooks_are_in_stays_when_ours_move(root, monkeypatch):
+def test_a_directory_with_hooks_of_others_stays_when_ours_move(root, monkeypatch):
     set_up_formerly(root, monkeypatch)
     put(root, f"{FORMER}/other.json", '{"hook": {"path": "/usr/bin/other"}}')
     assert setup(root, "podman") == 0
@@ -276,7 +276,7 @@ def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatc
     assert text(root, CONF) == '[engine]\nruntime = "crun"\n'
 
 
-def test_a_directory_that_was_named_stays_the_one_that_is_used(root):
+def test_a_directory_that_was_named_remains_in_use(root):
     assert setup(root, "podman", "--hooks-dir", "/srv/hooks") == 0
     second = snapshot(root)
     assert setup(root, "podman") == 0
@@ -332,7 +332,7 @@ def test_a_hook_that_podman_would_run_twice_is_named(root, capsys):
     assert setup(root, "podman") == 0
 
 
-def test_an_array_that_is_appended_to_stays_so_for_later_files(root):
+def test_append_remains_in_effect_for_later_files(root):
     put(
         root,
         "/etc/containers/containers.conf.d/10.conf",
@@ -356,7 +356,7 @@ def test_drop_ins_that_only_podman_6_reads_count_where_podman_cannot_be_queried(
     assert "99.conf makes Podman read hooks from /a; write " in capsys.readouterr().err
 
 
-def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
+def test_a_running_api_service_is_named_with_the_command_that_restarts_it(root, capsys):
     put_service(root, 4711, unit=True)
     put_service(root, 4712, unit=False, command="/opt/bin/podman system service -t 0")
     put_service(root, 4713, unit=False, command="podman system prune")
@@ -383,7 +383,7 @@ def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
     assert notes[-1] == "podman: already set up, nothing to do"
 
 
-def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsys):
+def test_a_container_that_would_restart_without_the_hooks_is_named(root, capsys):
     """Only Podman's database says which containers have a restart policy."""
     ours, former = {"tidegate.gpu/memory": "4Gi", "x": "y"}, ("/usr/share/containers/oci/hooks.d",)
     put_monitor(root, 4711, "trainer", former, ours)
@@ -422,7 +422,7 @@ def test_cri_o_never_finds_the_stage_precreate(root, capsys):
     assert setup(root, "podman") == 0
 
 
-def test_the_journal_goes_with_the_last_engine_that_is_undone(root):
+def test_the_journal_is_removed_when_the_last_engine_is_undone(root):
     """Directories that one engine's setup made remain while other engines use them."""
     engines = ("docker", "podman", "containerd", "crio")
     put_crio_programs(root)
@@ -445,7 +445,7 @@ def test_directories_that_others_use_stay(root):
     assert [p.name for p in (root / "var/lib/tidegate").iterdir()] == ["state.db"]
 
 
-def test_an_engine_that_is_not_installed_checks_nothing_and_that_is_said(
+def test_files_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)

@@ -46,7 +46,7 @@ class OtherProcess:
         self.process.stdin.flush()
 
     def read(self, timeout_s: float) -> str | None:
-        """Return the next line; None if none comes in time. The reader goes on waiting for it."""
+        """Return the next line, or None if it comes late; a thread continues to wait for it."""
         lines: list[str] = []
         stdout = self.process.stdout
         assert stdout is not None
@@ -204,12 +204,12 @@ def test_a_process_that_dies_while_checkpointed_leaves_nothing(
     tenant.process.wait()
     with pytest.raises(CudaError, match="INVALID_VALUE"):
         state(driver, tenant.pid)
-    next_one = start()  # it may get the same place in the device's file
+    next_one = start()  # it may get the same slot in the device's file
     assert state(driver, next_one.pid) == RUNNING
     assert seen(build_dir, gpus) == [{str(next_one.pid): 612 * MIB}, 612 * MIB]
 
 
-def test_a_caller_that_dies_between_two_gpus_leaves_a_state_from_which_one_can_go_on(
+def test_another_caller_can_continue_after_one_that_died_between_two_gpus(
     build_dir: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "pair"

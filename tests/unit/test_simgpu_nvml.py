@@ -17,7 +17,7 @@ MIB = 1 << 20
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 3, 6, 7
 VERSION_MISMATCH = 25
 
-# One process has both: NVML, and a context that burns on the virtual clock.
+# One process both queries NVML and has a context that burns on the virtual clock.
 PRELUDE = """
 import ctypes, json, os, sys, pynvml
 from ctypes import byref, c_uint, c_ulonglong, c_int
@@ -116,7 +116,7 @@ def test_a_process_is_sampled_by_the_gpus_clock(ask: Any) -> None:
         "a.version = 1\n"
         "print(json.dumps([first, second, later, info + [f(d, byref(a))]]))"
     )
-    assert first == NOT_FOUND  # nothing is known of the time before
+    assert first == NOT_FOUND  # there are no earlier samples
     assert second == [[True, 30]]
     assert later == [[True, 10]]
     assert info == [SUCCESS, 1, 10, VERSION_MISMATCH]

@@ -1,4 +1,4 @@
-"""The simulated cluster: its rules are kube-scheduler's, nothing is allocated twice, and the books add up."""
+"""The simulated cluster follows kube-scheduler's rules, allocates nothing twice, and adds up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_first_gpu_with_room_for_both_amounts_is_taken() -> None:
     assert one.fit(0, PodShape(7, WHOLE, WHOLE)) == []
 
 
-def test_the_emptier_node_is_chosen_or_the_fuller_one() -> None:
+def test_the_policy_decides_whether_the_emptier_or_the_fuller_node_is_chosen() -> None:
     for arm, chosen in ((SHARED, 2), (PACKED, 1)):
         three = cluster(3, arm)
         for node, cpu in ((0, 20_000), (1, 40_000), (2, 10_000)):
@@ -79,7 +79,7 @@ def test_a_pod_that_shares_takes_a_whole_gpu_where_gpus_are_not_shared() -> None
 
 @settings(deadline=None, max_examples=examples(20))
 @given(st.integers(0, 1000), st.sampled_from(ARMS), st.floats(0.3, 1.5))
-def test_nothing_is_given_twice(seed: int, arm: ClusterPolicy, load: float) -> None:
+def test_nothing_is_allocated_twice(seed: int, arm: ClusterPolicy, load: float) -> None:
     kept = SimulatedCluster.change
 
     def change(self: SimulatedCluster, node: int, gpus, shape: PodShape, *more: int) -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_given_twice(seed: int, arm: ClusterPolicy, load: float) -> N
         assert outcome.running == pytest.approx(outcome.taken)
 
 
-def test_the_same_pods_come_whatever_the_arm_and_the_same_seed_is_the_same_run() -> None:
+def test_pods_do_not_depend_on_the_arm_and_a_run_can_be_repeated() -> None:
     outcomes = [simulate(SMALL, arm) for arm in ARMS]
     assert len({outcome.pods for outcome in outcomes}) == 1
     again = simulate(SMALL, ARMS[2])
@@ -139,7 +139,7 @@ def test_run_times_have_the_published_mean_and_median() -> None:
     assert GPUS == 8
 
 
-def test_the_page_says_what_the_results_say() -> None:
+def test_the_page_agrees_with_the_results() -> None:
     subprocess.run([sys.executable, "-m", "bench.scale", "docs", "--check"], cwd=ROOT, check=True)
 
 

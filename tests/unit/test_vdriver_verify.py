@@ -114,7 +114,7 @@ def test_json_lists_the_files_mapped_with_each_library(generation, capsys):
     }
 
 
-def test_a_generation_is_chosen_by_name_or_the_one_in_force(generation, capsys):
+def test_a_generation_is_named_or_is_the_one_in_force(generation, capsys):
     assert run(generation, generation.name, "--no-load") == 0
     assert run(generation, str(generation), "--no-load") == 0
     assert "libraries   not requested" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def body(program: ProgramCheck) -> None:
     rows = list(csv.DictReader(lines))[1:]
     program.check("the kernel is in the report", len(rows) == 1, done.stdout)
     for metric in METRICS:
-        # ncu groups digits as the locale asks for.
+        # ncu groups digits according to the locale.
         program.value(metric, [row.get(metric, "").replace(",", "") for row in rows])
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tests transformers: a small decoder of random weights with a static cache, for which it compiles
-the forward pass of a token and captures it in CUDA graphs.
+"""Tests transformers: a small decoder of random weights with a static cache, so that the forward
+pass of a token is compiled and captured in CUDA graphs.
 
-The tokens must be those that the plain model gives with a cache that grows.
+The tokens must be those that the plain model gives with a growing cache.
 """
 
 from __future__ import annotations

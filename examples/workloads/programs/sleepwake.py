@@ -102,7 +102,7 @@ def body(program: ProgramCheck) -> None:
         awake, _ = cuda.memory()
         weights.unmap()
         asleep, _ = cuda.memory()
-        # Others can use the memory that was given back; what is mapped again is other memory.
+        # Others can use the memory that was released; the memory that is mapped next is different.
         other = cuda.get("cuMemAlloc_v2", SIZE)
         cuda.call("cuMemsetD32_v2", other, i, WORDS)
         cuda.call("cuCtxSynchronize")

@@ -7,7 +7,7 @@
  * launch passes if, according to the model of the GPU's queue (queue.h), it will end by the end of
  * the grant.
  *
- * A launch that does not fit is submitted all the same, and held on the GPU (gate_holds.c). When a
+ * A launch that does not fit is submitted nevertheless, and held on the GPU (gate_holds.c). When a
  * grant's worth of work is held, or where a stream cannot be held, launches wait here. Streams that
  * capture are not gated (gate_captures.c).
  */

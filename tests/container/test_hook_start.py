@@ -388,7 +388,7 @@ def test_a_red_hat_layout_is_served(node: HookNode, runtime: Runtime) -> None:
     )
 
 
-def test_a_program_of_the_image_is_covered_and_comes_back(node: HookNode, runc: Runtime) -> None:
+def test_a_program_of_the_image_is_hidden_and_not_changed(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle("nvidia-smi")
     own = bundle.rootfs / "usr/bin/nvidia-smi"
     own.write_text("#!/bin/sh\necho the image's\n")
@@ -397,7 +397,7 @@ def test_a_program_of_the_image_is_covered_and_comes_back(node: HookNode, runc: 
     assert own.read_text() == "#!/bin/sh\necho the image's\n"
 
 
-def test_a_volume_over_run_takes_the_grant(node: HookNode, runc: Runtime) -> None:
+def test_the_grant_is_found_in_a_volume_over_run(node: HookNode, runc: Runtime) -> None:
     """A tmpfs on /run is the common case. A host directory there is one that config.json names."""
     volume = node.base / "volume"
     volume.mkdir()

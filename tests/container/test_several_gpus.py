@@ -258,7 +258,7 @@ def fill(node: BenchNode, start_one: Callable[[str], Running], room: list[int]) 
     pytest.fail(f"a probe took {found} bytes, and should have taken {room}")
 
 
-def test_two_gpus_have_a_memory_quota_each(node: BenchNode) -> None:
+def test_each_of_two_gpus_has_a_memory_quota(node: BenchNode) -> None:
     container = fill(
         node,
         lambda name: start(node, f"memory-{name}", "fill", count="2", compute="30"),
@@ -310,7 +310,7 @@ def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: Be
     assert device["total"] == 2 * GIB
 
 
-def test_programs_are_told_their_gpus_in_the_order_wanted(node: BenchNode) -> None:
+def test_the_file_of_gpus_has_the_requested_order(node: BenchNode) -> None:
     container = start(node, "order", "fill", devices="2,0", compute="10")
     listed = directory(node, container) / "devices"
     assert indices(node, container) == [2, 0]
@@ -348,7 +348,7 @@ def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
     ) in refused.output
 
 
-def test_the_table_of_gpus_shows_what_is_left_and_how_near_they_are(
+def test_the_table_of_gpus_shows_what_is_left_and_their_connections(
     node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     container = start(node, "table", "work", "1", count="2", memory="4Gi", compute="30")

@@ -208,7 +208,7 @@ def test_a_launch_waits_for_no_stream_that_waits_for_the_program(
     )
 
 
-def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: MemoryNode) -> None:
+def test_time_between_the_launches_of_a_program_is_not_charged_as_work(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("s = out('cuStreamCreate', 1)")
@@ -520,7 +520,7 @@ def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(
     assert list(node._slots.values()) == [agent.process.pid]
 
 
-def test_a_process_that_starts_long_after_the_governor_does_not_wait(node: MemoryNode) -> None:
+def test_a_process_does_not_wait_for_a_governor_that_ended_long_ago(node: MemoryNode) -> None:
     (node.runtime / "governor.sock").unlink()
     node._closing.set()
     node._beating.join()

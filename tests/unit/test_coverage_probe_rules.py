@@ -198,7 +198,7 @@ def test_a_judge_that_misses_a_known_effect_is_blind():
     assert wrong[0] == "cuOfTomorrow: declared, and never called"
 
 
-def test_a_header_of_an_older_cuda_is_passed_over(tmp_path, monkeypatch):
+def test_a_header_of_an_older_cuda_is_skipped(tmp_path, monkeypatch):
     for name, version in (("cu12", 12090), ("cu13", 13000)):
         include = tmp_path / "nvidia" / name / "include"
         include.mkdir(parents=True)

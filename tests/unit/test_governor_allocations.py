@@ -90,7 +90,7 @@ def test_memory_is_shown_with_units(amount: int, shown: str) -> None:
     assert show_memory(amount) == shown
 
 
-def test_memory_has_to_hold_a_context() -> None:
+def test_the_memory_quota_must_be_enough_for_a_context() -> None:
     config = Config(context_memory=520 * MIB)
     with pytest.raises(RefusedError, match=r"is 519\.9 MiB, .* alone takes 520Mi") as caught:
         complete_quota(ask(memory=520 * MIB - 1), config)
@@ -156,7 +156,7 @@ def test_a_gpu_smaller_than_the_reserve_has_nothing_left() -> None:
         AllocationTable(gpus(1, 256 * MIB), Config()).admit("a", ask(memory="1Gi"))
 
 
-def test_spread_takes_the_emptiest() -> None:
+def test_spread_chooses_the_emptiest_gpu() -> None:
     allocations = AllocationTable(gpus(3), Config(placement="spread"))
     taken = [chosen(allocations, str(i), memory="2Gi", compute=10) for i in range(6)]
     assert taken == [[0], [1], [2], [0], [1], [2]]
@@ -164,7 +164,7 @@ def test_spread_takes_the_emptiest() -> None:
     assert chosen(allocations, "next", memory="2Gi", compute=10) == [2]
 
 
-def test_pack_takes_the_fullest_that_fits() -> None:
+def test_pack_chooses_the_fullest_gpu_that_fits() -> None:
     allocations = AllocationTable(gpus(3), Config(placement="pack"))
     assert chosen(allocations, "pinned", memory="2Gi", compute=30, devices=1) == [1]
     assert [chosen(allocations, str(i), memory="2Gi", compute=30) for i in range(4)] == [
@@ -328,7 +328,7 @@ def test_claims_and_strategies() -> None:
         allocations.claims.devices(claim("a", 1), both[:1])
 
 
-def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
+def test_gpus_that_are_not_named_have_the_first_strategy() -> None:
     allocations = AllocationTable(gpus(2), Config(strategies=("mps",)))
     assert [gpu["strategy"] for gpu in allocations.describe()["gpus"]] == ["mps", "mps"]
     with pytest.raises(RefusedError, match="this node offers mps"):

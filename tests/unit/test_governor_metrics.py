@@ -340,7 +340,7 @@ def test_moves_of_memory_stay_counted_when_a_process_ends() -> None:
         assert counters.moves(ledger, (1,)) == {"moved": 4 * GIB, "move_ns": 8, "away_ns": 2**62}
 
 
-def test_lent_time_is_counted_by_the_second() -> None:
+def test_lent_time_is_counted_for_each_second() -> None:
     counters = Counters(1)
     lent = []
     for now, charged in ((0, 0), (0.5, 0.5), (1.0, 0.6), (1.9, 1.4), (3.0, 1.5), (4.0, 1.5)):
@@ -355,7 +355,7 @@ def test_lent_time_is_counted_by_the_second() -> None:
         assert strict.time(0, stats, now * S, replace(QUOTA, compute_limit=40)).lent_ns == 0
 
 
-def test_lent_time_is_counted_although_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lent_time_is_counted_even_if_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now, charged = [0], [0]
     monkeypatch.setattr(
         account, "time", SimpleNamespace(monotonic_ns=lambda: now[0], time_ns=time.time_ns)
@@ -712,7 +712,7 @@ def test_a_port_that_the_sandbox_forbids_is_reported_with_the_remedy(
         ("'[::1]:65535'", "[::1]:65535"),
     ],
 )
-def test_where_metrics_may_be_served(listen: str, means: str) -> None:
+def test_accepted_addresses_of_metrics(listen: str, means: str) -> None:
     assert parse_config(f"metrics: {{listen: {listen}}}").metrics.listen == means
     assert parse_config("{}").metrics.listen == "off"
 
@@ -725,7 +725,7 @@ def test_where_metrics_may_be_served(listen: str, means: str) -> None:
         '"127.0.0.1:80\\n"', "9464",
     ],
 )  # fmt: skip
-def test_where_metrics_may_not_be_served(listen: str) -> None:
+def test_refused_addresses_of_metrics(listen: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(f"metrics: {{listen: {listen}}}", "config.yaml")
     assert "metrics.listen" in str(refused.value)

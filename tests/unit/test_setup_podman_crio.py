@@ -161,7 +161,7 @@ def test_a_drop_in_adds_the_directory_to_those_that_podman_reads(root):
     assert (root / "b/50-tidegate.json").exists()
 
 
-def test_a_later_drop_in_would_take_precedence_and_is_named(root, capsys):
+def test_a_later_drop_in_that_would_take_precedence_is_named(root, capsys):
     put(root, "/etc/containers/containers.conf.d/99.conf", '[engine]\nhooks_dir = ["/a"]\n')
     before = snapshot(root)
     assert setup(root, "podman") == 73
@@ -294,7 +294,7 @@ def test_buildah_never_finds_the_stage_precreate(root, capsys, directory):
     assert snapshot(root) == before
 
 
-def test_buildah_finds_no_hook_of_ours_behind_a_link_either(root, capsys):
+def test_buildah_finds_no_hook_of_ours_through_a_link(root, capsys):
     (root / "etc/tidegate/hooks.d").mkdir(parents=True)
     (root / "etc/containers/oci").mkdir(parents=True)
     (root / FORMER.lstrip("/")).symlink_to(HOOKS)
@@ -348,9 +348,7 @@ def test_append_remains_in_effect_for_later_files(root):
     "directory",
     ["/usr/share/containers/containers.conf.d", "/etc/containers/containers.rootful.conf.d"],
 )
-def test_drop_ins_that_only_podman_6_reads_count_where_podman_cannot_be_queried(
-    root, capsys, directory
-):
+def test_drop_ins_of_podman_6_are_considered_if_podman_cannot_be_queried(root, capsys, directory):
     put(root, f"{directory}/99.conf", '[engine]\nhooks_dir = ["/a"]\n')
     assert setup(root, "podman") == 73
     assert "99.conf makes Podman read hooks from /a; write " in capsys.readouterr().err

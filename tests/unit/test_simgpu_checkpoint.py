@@ -161,7 +161,7 @@ def test_the_lock_waits_for_work_and_may_give_up(
     assert tenant.read(30) == "7"
 
 
-def test_a_state_that_does_not_fit_and_an_unknown_process_are_errors(
+def test_a_wrong_state_and_an_unknown_process_are_errors(
     driver: SimulatedDriver, start: Callable[[], OtherProcess]
 ) -> None:
     tenant = start()

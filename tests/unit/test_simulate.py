@@ -107,7 +107,7 @@ def test_pods_do_not_depend_on_the_arm_and_a_run_can_be_repeated() -> None:
     assert (again.running, again.waits) == (outcomes[2].running, outcomes[2].waits)
 
 
-def test_with_little_load_no_pod_waits_and_with_much_whole_gpus_run_out_first() -> None:
+def test_no_pod_waits_at_low_load_and_at_high_load_shares_run_more() -> None:
     # If nodes are filled evenly, pods for eight GPUs may wait while most of the cluster is free.
     for arm in (ARMS[1], ARMS[3]):
         calm = simulate(Scenario(nodes=30, load=0.3, hours=1.0, warm_hours=0.2), arm)

@@ -217,7 +217,7 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_damage_is_reported(generation, damage, path, reason):
+def test_all_kinds_of_damage_are_reported(generation, damage, path, reason):
     damage(generation)
     assert f"{path}: {reason}" in faults(generation)
 

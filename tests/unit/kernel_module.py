@@ -4,9 +4,9 @@ Its behaviour was taken from the published source (580.142, src/nvidia/src/kerne
 a client is valid only through the open file that allocated the client (`rmclientValidate_IMPL`,
 strict). GET_ACCESS_RIGHTS can ask about any client from the caller's own. Parameters must have
 their exact size. Client handles come from a counter. Here, open files are identified by descriptor,
-because each descriptor is a separate file. The clock advances only in `turn`. Only a process that
-has the GPU's device node open can allocate a device object (`osIsGpuAccessible`); here, the node is
-`nvidia3` of `make_nodes`.
+because each descriptor is a separate file. The clock advances only when a test advances it. Only a
+process that has the GPU's device node open can allocate a device object (`osIsGpuAccessible`);
+here, the node is `nvidia3` of `make_nodes`.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
         settings.tell(auditor.configure)
         server.settings = settings
         tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
-        # Requests wait at the socket meanwhile, instead of being refused because MPS is starting.
+        # Until then, requests wait at the socket instead of being refused because MPS is starting.
         for mps in server.mps.values():
             await mps.tried()
         work = [
@@ -372,7 +372,7 @@ def _make_server(
 
 
 def _park(server: Server, devices: list[Device]) -> Coroutine[None, None, None]:
-    """Return the coroutine that moves memory of containers, and have them wait for it."""
+    """Return the coroutine that parks and restores memory; let admissions ask it for room."""
     parker = Parker(server.admissions, devices, lambda: server.admissions.config.memory_reserve)
     server.admissions.make_room = parker.make_room
     return parker.run()

@@ -73,8 +73,8 @@ bool blocks_add(const struct block *block);
 void blocks_remove(struct block *block);
 struct block *blocks_peer(enum block_kind kind, uint64_t key); /* an entry of the same part */
 
-/* Calls `visit` for each entry, with one part locked at a time. Removes the entries for which it
- * returns true. */
+/* Calls `visit` for each entry, with one part locked at a time. Removes the entries for which
+ * `visit` returns true. */
 void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *data);
 void blocks_after_fork(void);
 
@@ -128,7 +128,7 @@ CUresult account_refuse(int device);
  * governor has sampled. */
 void account_driver_takes(int device, uint64_t size);
 void account_driver_gives(int device, uint64_t size);
-void account_convert(int device, uint64_t size, bool unseen); /* turns a charge into such memory */
+void account_convert(int device, uint64_t size, bool unseen); /* a charge becomes such memory */
 bool account_await_sample(int device, uint64_t since, uint64_t patience);
 bool account_alone(void);
 

@@ -160,7 +160,7 @@ static bool is_gang(const struct gangs *gangs, const struct gang *g)
     return g->used && (g->turn || (gpus & (gpus - 1)));
 }
 
-/* Whether the gang waits for a GPU; with `anew`, for one not given back in this turn. */
+/* Whether the gang waits for a GPU; with `anew`, for a GPU not yet given back in this turn. */
 static bool wants(const struct gang *g, bool anew)
 {
     for (uint32_t i = 0; i < g->n; i++)

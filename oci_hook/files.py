@@ -27,7 +27,7 @@ def remove(dirfd: int, name: str) -> None:
 
 
 def as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
-    """Create as root, or as the directory's owner on a mount that does not map root."""
+    """Call `create` as root, or as the directory's owner on a mount that does not map root."""
     try:
         return create()
     except OSError as e:

@@ -6,7 +6,7 @@ const COLUMNS = ["used", "lent", "guarantee", "limit", "memory", "parked", "memo
 let state = null;     // the last answer of api/v1/state
 let about = null;     // the last answer of api/v1/history
 let series = new Map();  // by number: a container on a GPU, its first step, and its columns
-const numbers = new Map();  // of containers, by key: a container's label in bars, which also determines its colour
+const numbers = new Map();  // by a container's key: its label in bars, which also determines its colour
 
 /** Append an answer to the known series; if the governor was restarted, replace them. */
 function join(answer) {
@@ -14,7 +14,7 @@ function join(answer) {
   const joined = new Map();
   for (const one of answer.series) {
     const before = anew ? undefined : series.get(one.series);
-    // After a long pause there may be a gap between the two; in that case the old values are dropped.
+    // After a long pause there may be a gap before the new steps; in that case the old values are dropped.
     if (before !== undefined && (!one.used.length || one.first === before.first + before.used.length)) {
       const drop = Math.max(0, before.used.length + one.used.length - answer.steps);
       for (const name of COLUMNS) one[name] = before[name].concat(one[name]).slice(drop);

@@ -18,7 +18,7 @@ HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
 BUILT_IN = ("crun", "runc")
 # Values of runtime_type with conmon as the monitor; the others have their own monitor.
 BY_CONMON = ("", "oci")
-# Stages that are accepted in a hook's file; with any other one CRI-O does not start.
+# Stages that are accepted in a hook's file; with any other stage CRI-O does not start.
 STAGES = frozenset(
     ("createContainer", "createRuntime", "poststart", "poststop", "prestart", "startContainer")
 )
@@ -41,7 +41,7 @@ class Configuration:
     named_by: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, document: dict[str, Any]) -> None:
-        """Add another file: a handler replaces an earlier one of its name entirely."""
+        """Add another file: a handler replaces an earlier one of the same name entirely."""
         crio = document.get("crio")
         runtime = crio.get("runtime") if isinstance(crio, dict) else None
         if not isinstance(runtime, dict):
@@ -99,7 +99,7 @@ class Configuration:
         for name in {default: None, **self.handlers}:
             origin = self.origins.get(name, "its built-in default")
             if self.program(name, runs) is None:
-                # CRI-O ignores any other handler.
+                # CRI-O ignores any other handler whose program is missing.
                 if name == default and (name in self.handlers or name in BUILT_IN):
                     path = self.text("runtime_path", name)
                     lack = "which is missing" if path else "which is not in any program directory"

@@ -1,4 +1,4 @@
-"""`tidegate suspend`: free the GPU memory of a container, and let it wait."""
+"""`tidegate suspend`: free the GPU memory of a container, and make the container wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SUMMARY = "Move a container's GPU memory to host memory, and make the container 
 MIB = 1 << 20
 LONGEST_S = 3600.0
 ANSWER_S = 86400.0
-"""Time for which the governor's answer is awaited, in seconds. It ends the driver's calls itself if
-they take too long."""
+"""Time for which the governor's answer is awaited, in seconds. The governor itself ends driver
+calls that take too long."""
 
 
 def seconds(text: str) -> float:

@@ -17,7 +17,7 @@ from tests.container.test_engines import EngineSite, make_site, used
 
 pytestmark = pytest.mark.slow
 
-# Each of them takes `site` and `engine`, which are this module's here.
+# Each of these tests uses the fixtures `site` and `engine`, which this module defines for itself.
 test_governed = others.test_a_container_with_annotations_is_governed
 test_named = others.test_a_container_is_shown_under_its_engines_name
 test_plain = others.test_a_container_without_annotations_is_the_same_as_without_tidegate

@@ -63,7 +63,7 @@ class TwoGenerations:
     def gc(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
         """Run `tidegate gc`, and return the reason by generation, preceded by `removed: ` if the generation was removed.
 
-        It is repeated if the containers of other tests prevented a complete search.
+        The run is repeated if the containers of other tests prevented a complete search.
         """
         found: dict[str, str] = {}
         deadline = time.monotonic() + 20
@@ -83,9 +83,9 @@ class TwoGenerations:
         }
 
     def gc_lines(self, capsys: pytest.CaptureFixture[str], *more: str) -> list[str]:
-        """Run `tidegate gc`, repeated like in `gc`, and return the lines about generations.
+        """Run `tidegate gc`, repeated as in `gc`, and return the lines about generations.
 
-        The other lines are about processes, also those of other tests.
+        The other lines are about processes, including those of other tests.
         """
         deadline = time.monotonic() + 20
         while True:
@@ -101,7 +101,7 @@ class TwoGenerations:
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TwoGenerations:
-    """Namespaces must be found in either way; kernels before 6.12 have no list."""
+    """Namespaces must be found both ways; kernels before 6.12 have no list."""
     need("gcc", "unshare")
     if request.param == "proc":
         monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: False)
@@ -432,10 +432,10 @@ def test_a_layer_of_an_overlay_keeps_its_generation(
         assert driver.gc(capsys)[driver.old.name] == expected
 
 
-def test_a_generation_that_something_is_mounted_on_is_kept(
+def test_a_generation_with_a_mount_on_it_is_kept(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise what is mounted there would be removed with it."""
+    """Otherwise the mounted files would be removed with it."""
     precious = driver.target / "precious"
     precious.touch()
     subprocess.run(["mount", "--bind", driver.target, driver.old / "bin"], check=True)
@@ -610,7 +610,7 @@ def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
         assert driver.gc(capsys)[driver.old.name] == expected
 
 
-def test_a_layer_elsewhere_of_the_same_name_keeps_nothing(
+def test_a_layer_of_the_same_name_elsewhere_keeps_nothing(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need("setpriv")
@@ -653,7 +653,7 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
     script = (
         "set -e; mount -t tmpfs x /mnt; touch /mnt/p; unshare -m sleep 60 & c=$!; "
         'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
-        # pinned() says what may fail here.
+        # See pinned() for what may fail here.
         "mount --bind /proc/$c/ns/mnt /mnt/p; mount --bind /etc/hostname /mnt/p; kill $c; "
         "wait $c || true; echo ready; exec sleep 60"
     )
@@ -797,7 +797,10 @@ time.sleep(60)
 def test_descriptors_for_which_no_time_was_left_are_reported(
     driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Any user can have millions of them. If the list of namespaces is complete without them, they keep nothing."""
+    """Any user can have millions of descriptors.
+
+    If the list of namespaces is complete without them, they keep no generation.
+    """
 
     def too_many(self: Any, pid: int, *_: Any, **__: Any) -> None:
         self.last = self._describe_process(pid)

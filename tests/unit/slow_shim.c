@@ -1,8 +1,8 @@
 /*
- * A driver that stops in the middle of a call when the test wants it to: after an allocation was
- * made and before the call returns, and before a pool is trimmed. The call continues when the test
- * has removed the file that says where the call has stopped. The pitch of an allocation is twice
- * its width. The functions themselves are the simulated driver's.
+ * A driver that stops in the middle of a call at the test's request: between an allocation and the
+ * return of the call, or before a pool is trimmed. The call continues when the test has removed the
+ * file that reports where the call has stopped. The pitch of an allocation is twice its width. The
+ * functions themselves are the simulated driver's.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -30,7 +30,7 @@ static void wait_while(const char *reached)
         usleep(1000);
 }
 
-/* Stops if there is a file of that name, and renames the file to say so. */
+/* Stops if there is a file of that name, and renames the file to report that. */
 static void stop(const char *call)
 {
     char wanted[1024], reached[1024];

@@ -26,7 +26,7 @@ def test_the_processors_that_others_use_are_counted(
     assert processors_taken(0.3, stat) == 0.75 * (os.cpu_count() or 1)
 
 
-def test_no_time_passed_is_no_load(tmp_path: Path) -> None:
+def test_the_load_is_0_if_no_time_has_passed(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\n")
     assert processors_taken(0, stat) == 0.0

@@ -36,7 +36,7 @@ def container(name, compute, share, *, seconds=5, exit_status=0):
 
 
 def parse_svg(text):
-    return ET.fromstring(text)  # noqa: S314 - our own writing
+    return ET.fromstring(text)  # noqa: S314 - our own output
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_report_that_lacks_a_part_is_refused(report, key):
         validate(report)
 
 
-def test_a_report_with_a_key_of_its_own_is_refused(report):
+def test_a_report_with_an_unknown_key_is_refused(report):
     with pytest.raises(jsonschema.ValidationError, match="verdict"):
         validate(report | {"verdict": "fine"})
 
@@ -125,7 +125,7 @@ def test_samples_add_up_to_the_progress(containers):
     assert sum(samples["work_us"]["training"]) == pytest.approx(1_760_000, abs=1)
 
 
-def test_the_directory_holds_what_the_report_says(tmp_path, report, containers):
+def test_the_directory_contains_the_report_its_data_and_its_chart(tmp_path, report, containers):
     write_report(tmp_path, report, containers)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "progress.json",
@@ -151,7 +151,7 @@ def test_the_chart_has_a_point_for_every_window(report, containers):
     assert training.level == 45
 
 
-def test_the_table_is_for_people(report):
+def test_the_table_has_readable_units(report):
     assert render_table(report).splitlines() == [
         "GPU: Simulated GPU (simulated), driver 580.0",
         "",
@@ -188,7 +188,7 @@ def test_labels_that_would_overlap_are_moved_apart():
     assert spread([390, 395], 20, 0, 400) == [380, 400]
 
 
-def test_words_are_escaped_and_an_empty_chart_still_draws():
+def test_text_is_escaped_and_an_empty_chart_is_rendered():
     chart = Chart("a < b & c", "", "", "", "", [Series("<x>", ())])
     svg = parse_svg(render(chart))
     assert svg.find(f"{SVG}title").text == "a < b & c"

@@ -15,7 +15,7 @@ from simgpu import simgpu
 from vdriver.refresh import refresh
 
 
-def test_without_the_simulated_gpus_directory_it_is_asked_for(
+def test_a_missing_simgpu_dir_is_reported_with_a_remedy(
     tmp_path, build_dir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NVML alone would say that a kernel module has to be loaded, but there is none."""
@@ -46,7 +46,7 @@ def test_a_directory_without_gpus_is_named_and_nothing_is_loaded(
     )
 
 
-def test_the_devices_bring_the_directory_of_simulated_gpus_along(
+def test_the_devices_include_a_mount_of_the_simulated_gpus_directory(
     tmp_path: Path, build_dir: Path
 ) -> None:
     output, gpus = tmp_path / "driver", tmp_path / "gpus"
@@ -67,7 +67,7 @@ def test_the_devices_bring_the_directory_of_simulated_gpus_along(
 
 
 @pytest.mark.parametrize("words", [["cdi", "list"], ["verify"]])
-def test_a_user_who_may_not_read_the_mirror_is_told_in_one_line(
+def test_a_mirror_that_the_user_may_not_read_is_reported_in_one_line(
     tmp_path: Path, words: list[str]
 ) -> None:
     closed = tmp_path / "closed"

@@ -1,7 +1,7 @@
-"""What each call that takes device memory is charged, what is refunded at the end, and what is refused.
+"""Charges for the calls that take device memory, their refunds, and allocations that are refused.
 
-The reference is the simulated GPU's own account of the process, as NVML's is on hardware. The
-charge of the calls equals the memory that the GPU attributes to the process, less its contexts.
+The reference is the memory that the simulated GPU attributes to the process, as NVML does on
+hardware. The charges of the calls equal that memory, less the process's contexts.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def test_pools_of_the_host_are_not_charged(agent) -> None:
     agent.run("driver.call('cuMemPoolDestroy', pool)")
 
 
-def test_the_pool_that_a_device_was_given_is_the_one_that_is_charged(agent) -> None:
+def test_the_pool_that_was_set_for_a_device_is_charged(agent) -> None:
     agent.run("pool = driver.get('cuMemPoolCreate', pool_props())")
     agent.run("driver.call('cuDeviceSetMemPool', 0, pool)")
     agent.run("block = driver.get('cuMemAllocAsync', 40 << 20, 0)")
@@ -466,7 +466,7 @@ def contexts(device: int, n: int) -> str:
 
 
 def test_what_the_driver_takes_is_announced_once_per_sample(agent, node) -> None:
-    """The governor takes a sample soon after that."""
+    """The governor takes a sample soon after the announcement."""
     agent.run("others = []")
     for _ in range(2):
         node.write("reconciled_ns", time.monotonic_ns())
@@ -534,7 +534,7 @@ def test_a_context_beyond_the_last_owner_is_not_taken_for_the_primary_one(
     """254 contexts of a process can own blocks. Memory that is allocated in other contexts is given
     back when it is freed.
 
-    A simulated GPU has 256 contexts at most, so there are two.
+    A simulated GPU has 256 contexts at most, so the test uses two GPUs.
     """
     node = MemoryNode(build_dir, tmp_path / "two", 64 * GIB, devices=2)
     try:
@@ -652,7 +652,7 @@ def test_without_a_context_the_driver_answers(node) -> None:
 
 
 def test_a_refusal_waits_for_the_sample_that_is_due(agent, node) -> None:
-    """Memory that a context gave back is usable as soon as it is gone, not a quarter of a second later."""
+    """The memory of a context is usable as soon as the context is gone, not 0.25 s later."""
     agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
     node.sample()
     agent.run(f"driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
@@ -677,7 +677,7 @@ def test_a_killed_process_leaves_nothing_behind(node) -> None:
     second.run(f"driver.allocate({LIMIT - CONTEXT})")
 
 
-def test_every_gpu_has_an_account_of_its_own(build_dir, tmp_path) -> None:
+def test_each_gpu_has_a_separate_account(build_dir, tmp_path) -> None:
     node = MemoryNode(build_dir, tmp_path / "two", LIMIT, devices=2)
     try:
         agent = node.agent()
@@ -703,7 +703,7 @@ def test_every_gpu_has_an_account_of_its_own(build_dir, tmp_path) -> None:
         node.close()
 
 
-def test_errno_is_the_applications(agent) -> None:
+def test_errno_of_the_application_is_preserved(agent) -> None:
     agent.run(
         "ctypes.set_errno(0); raw = ctypes.CDLL(driver.path, use_errno=True); place = ctypes.c_uint64()"
     )
@@ -821,7 +821,7 @@ def test_memory_from_before_the_first_sample_is_charged_to_no_load(node) -> None
         assert (agent.field("refused"), agent.field("memory")) == (0, before)
 
 
-def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node) -> None:
+def test_allocations_and_frees_during_a_load_do_not_hide_its_memory(node) -> None:
     """Otherwise the container could hide the memory of its modules behind its own allocations and
     frees.
     """
@@ -1014,7 +1014,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     assert pages.read(node.ledger, 0, "ledger_header", "trust_ns", 0) == 0
 
     def refuses_while_another_has_it() -> bool:
-        trust(time.monotonic_ns() + 90_000_000)  # as of another process, which may be dead
+        trust(time.monotonic_ns() + 90_000_000)  # as if another process had it, which may be dead
         return agent.refuses(small)
 
     # On a busy machine, the call may take longer than the other process is trusted.
@@ -1070,7 +1070,7 @@ def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy
     assert node.used() <= LIMIT
 
 
-# ---- what is about to be taken ----
+# ---- claims for memory that the driver is about to take ----
 
 
 def test_threads_that_retain_a_context_at_the_same_time_leave_no_claim(node) -> None:
@@ -1111,7 +1111,7 @@ def test_a_context_that_the_driver_does_not_create_leaves_no_claim(
         node.close()
 
 
-def test_the_end_of_a_context_leaves_other_calls_under_way(build_dir: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_context_keeps_claims_of_other_calls(build_dir: Path, tmp_path: Path) -> None:
     node = MemoryNode(build_dir, tmp_path, LIMIT, shim=Path(__file__).with_name("memory_shim.c"))
     try:
         agent = node.agent(context=False)
@@ -1134,7 +1134,7 @@ def test_the_end_of_a_context_leaves_other_calls_under_way(build_dir: Path, tmp_
         "driver.get('cuLibraryGetModule', library(12582912))",
     ],
 )
-def test_many_small_modules_are_no_way_around_the_quota(node, load: str) -> None:
+def test_many_small_modules_do_not_bypass_the_quota(node, load: str) -> None:
     agent = node.agent()
     agent.run(
         "def library(size):\n"

@@ -50,7 +50,7 @@ def test_a_page_begins_with_its_title_and_skips_no_level(page):
     assert all(after <= before + 1 for before, after in itertools.pairwise(depths))
 
 
-def test_the_figures_of_the_first_screen_are_those_of_a_result():
+def test_the_figures_in_the_readme_are_those_of_a_result():
     text = (ROOT / "README.md").read_text()
     results = ROOT / "bench/results"
     arm = json.loads((results / "2026-11-24-quota-h200-hardware-and-gate-1.json").read_text())[
@@ -94,7 +94,7 @@ def test_a_file_of_the_repository_has_a_place_in_the_site(path, place):
     assert site.placed(path) == place
 
 
-def test_no_two_pages_have_one_place_in_the_site():
+def test_no_two_pages_have_the_same_place_in_the_site():
     assert len({site.placed(page) for page in PAGES}) == len(PAGES)
 
 
@@ -109,7 +109,7 @@ def test_each_finding_of_doctor_has_a_paragraph():
     assert all(len(paragraph.split()) > 5 for paragraph in parts[1::2])
 
 
-def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
+def test_lines_that_troubleshooting_quotes_are_in_the_code():
     """The fixed part of a message is quoted so that a reader can search for it, so it must match exactly."""
     text = (DOCS / "troubleshooting.md").read_text()
     table = text.partition("| the line says |")[2].partition("\n\n")[0]
@@ -126,7 +126,7 @@ def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
     )
     # Join literals that span several lines. A placeholder stands for any text.
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
-    said = {"exit code: 75", "device node /dev/nvidia0"}  # a runtime's words; a name filled in
+    said = {"exit code: 75", "device node /dev/nvidia0"}  # a runtime's own message; a filled-in placeholder
     assert "device node {" in sources
     assert [words for words in quoted if words not in said and words not in sources] == []
 

@@ -1,9 +1,8 @@
 """Every command of the documents is parsed by its own parser, or is in a table that says where it is run.
 
-A reader types the shell blocks. Each of their commands is either one of ours, which its real parser
-accepts, or a system program, of which `SYSTEM` says where it is run or why it is not. A program
-that is in neither fails the test. tests/container/test_tutorial.py types docs/tutorial.md as a
-whole.
+Readers copy the shell blocks. Each of their commands is either one of ours, which its real parser
+accepts, or a system program, for which `SYSTEM` states where it is run or why it is not run. Any
+other program fails the test. tests/container/test_tutorial.py types docs/tutorial.md as a whole.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ SYSTEM = {
     ),
     **dict.fromkeys(("pip", "venv"), PACKAGES),
 }
-READERS = {"train.py"}  # programs of the reader
+READERS = {"train.py"}  # programs that the reader provides
 OURS = {"tidegate", "tidegate-governor", "tidegate-hook"}
 SCRIPTS = {"tests/gpu/run", "tools/", "examples/", "build/meson/"}
 
@@ -132,7 +131,7 @@ ALL = sorted({(c.words, c) for c in commands()}, key=lambda pair: str(pair[1]))
 PARSED = [c for _, c in ALL if ours(c)]
 
 
-def test_blocks_say_what_they_are():
+def test_every_block_names_its_language():
     """To fix a failure, write sh, console, text, json or another language after the three
     backticks.
     """
@@ -145,7 +144,7 @@ def test_blocks_say_what_they_are():
     assert unnamed == []
 
 
-def test_blocks_of_shell_are_shell():
+def test_shell_blocks_are_valid_shell():
     for page, fence in blocks():
         script = re.sub(r"\[(--[^]]*)\]", r"\1", script_of(fence))
         done = subprocess.run(
@@ -156,7 +155,7 @@ def test_blocks_of_shell_are_shell():
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("command", PARSED, ids=str)
-def test_a_command_of_ours_is_taken_by_its_own_parser(command, monkeypatch):
+def test_a_command_of_ours_is_accepted_by_its_own_parser(command, monkeypatch):
     words = without_brackets(ours(command))
     if words[0] == "python" and words[1] != "-m":
         assert words[1] in READERS or (ROOT / words[1]).exists(), command

@@ -79,7 +79,7 @@ def test_the_version_of_control_groups_is_reported(host: Host, mounts: str, said
     assert host.check("cgroup.version") == [said]
 
 
-def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host: Host) -> None:
+def test_crun_is_reported_where_cgroup_v2_has_controllers_beside_v1(host: Host) -> None:
     host.put("proc/self/mounts", V1 + UNIFIED)
     host.program("usr/bin/crun")
     assert host.check("cgroup.version") == [
@@ -111,7 +111,7 @@ def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> No
     ]
 
 
-def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:
+def test_mounts_that_cannot_be_read_are_reported_as_unseen(host: Host) -> None:
     assert host.check("cgroup.version") == ["unseen: /proc/self/mounts does not exist"]
 
 
@@ -130,7 +130,7 @@ def test_selinux_and_apparmor_are_reported(host: Host) -> None:
     assert [line.partition(":")[0] for line in host.check("security.modules")] == ["ok", "note"]
 
 
-def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) -> None:
+def test_files_without_a_label_are_reported_where_selinux_enforces(host: Host) -> None:
     host.put("sys/fs/selinux/enforce", "1")
     host.put("run/tidegate/containers/key/grant")
     [found] = host.check("security.modules")
@@ -178,7 +178,7 @@ def test_the_freezers_mount_must_be_writable_for_the_governor(
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         f"ok: on_violation is throttle, and containers can be frozen by {freezer}"
     ]
-    # A unit's sandbox mounts over it.
+    # The sandbox of a unit adds a second mount on top.
     with_table(table.format(freezer, "rw") + table.format(freezer, "ro,relatime"))
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         (

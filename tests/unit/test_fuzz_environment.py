@@ -1,4 +1,4 @@
-"""tools/fuzz-environment with a fake pip: which results are failures, and when the environment is made anew."""
+"""tools/fuzz-environment with a fake pip: which results are failures, and when it starts afresh."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_it_is_made_once(checkout: Checkout) -> None:
+def test_the_environment_is_created_once(checkout: Checkout) -> None:
     for _ in range(2):
         done = checkout.run()
         assert (done.returncode, done.stderr) == (0, "")
@@ -101,13 +101,13 @@ def test_where_atheris_has_no_wheel_its_tests_are_skipped(checkout: Checkout, ot
 
 
 @pytest.mark.parametrize("other", ['sys.version = "3.14"', 'sys.base_prefix = "/opt/python"'])
-def test_another_python_makes_it_anew(checkout: Checkout, other: str) -> None:
+def test_another_python_recreates_the_environment(checkout: Checkout, other: str) -> None:
     assert checkout.run().returncode == 0
     assert checkout.run(before=other).returncode == 0
     assert checkout.installs() == 2
 
 
-def test_another_lock_makes_it_anew(checkout: Checkout) -> None:
+def test_another_lock_recreates_the_environment(checkout: Checkout) -> None:
     assert checkout.run().returncode == 0
     (checkout.directory / "requirements-fuzz.lock").write_text("atheris==4\n")
     assert checkout.run().returncode == 0

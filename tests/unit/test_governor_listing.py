@@ -350,7 +350,7 @@ def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named() -> None:
 # ---- rates ----
 
 
-def test_a_rate_is_of_the_last_two_seconds() -> None:
+def test_a_rate_covers_the_last_two_seconds() -> None:
     rates = Rates()
     assert rates.update(0, given=0) == {"given": None}
     assert rates.update(S // 20, given=0) == {"given": None}
@@ -374,7 +374,7 @@ def test_frequent_requests_get_the_same_rates() -> None:
     assert len(often._looks) < 30
 
 
-# ---- finding one ----
+# ---- finding a container ----
 
 
 def listed(*ones: tuple[str, str, str]) -> list[dict[str, Any]]:
@@ -408,14 +408,14 @@ def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
         find("x", listed(("a", "x", ""), ("b", "x", "")))
 
 
-def test_ids_are_shown_as_far_as_they_tell_containers_apart() -> None:
+def test_ids_are_shortened_only_as_far_as_they_stay_distinct() -> None:
     one, two = "a" * 64, "a" * 20 + "b" * 44
     assert short_ids([one, two, "short", "x" * 50]) == {
         one: "a" * 21, two: "a" * 20 + "b", "short": "short", "x" * 50: "x" * 40
     }  # fmt: skip
 
 
-# ---- what engines call them ----
+# ---- names given by engines ----
 
 ID = "4f3a" * 16
 
@@ -446,7 +446,7 @@ def podman(base: Path, file: str = "containers.json") -> str:
     return str(base / "overlay-containers" / ID / "userdata")
 
 
-def test_docker_and_podman_are_read_in_their_own_files(tmp_path: Path) -> None:
+def test_names_of_docker_and_podman_are_read_from_their_files(tmp_path: Path) -> None:
     assert find_name(ID, docker(tmp_path), {}) == Name("docker", "trainer")
     for file in ("containers.json", "volatile-containers.json"):
         assert find_name(ID, podman(tmp_path / file, file), {}) == Name("podman", "trainer")
@@ -617,7 +617,7 @@ def test_top_prints_plain_lines_into_a_pipe(node: GovernorNode) -> None:
     assert "left 60 % 11776 MiB" in lines[1]
 
 
-def test_top_as_json_is_a_document_a_line(node: GovernorNode) -> None:
+def test_top_as_json_prints_one_document_per_line(node: GovernorNode) -> None:
     lines = tidegate(node, "top", "--interval", "0.1", "--count", "2", "--json").splitlines()
     assert len(lines) == 2
     for line in lines:
@@ -698,7 +698,7 @@ class Terminal:
         return termios.tcgetattr(self.slave) == self.before
 
 
-def test_top_takes_the_terminal_and_gives_it_back(node: GovernorNode) -> None:
+def test_top_takes_over_the_terminal_and_restores_it(node: GovernorNode) -> None:
     with Terminal(node, "--interval", "60") as terminal:
         wait_for(lambda: "ml/train-0" in terminal.read(), "screen")
         assert terminal.shown.startswith(OPEN)
@@ -719,7 +719,7 @@ def test_top_takes_the_terminal_and_gives_it_back(node: GovernorNode) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
-def test_however_top_ends_the_terminal_is_as_it_was(
+def test_top_restores_the_terminal_however_it_ends(
     node: GovernorNode, number: signal.Signals, status: int
 ) -> None:
     with Terminal(node, "--interval", "60") as terminal:
@@ -750,7 +750,7 @@ def test_top_counts_screens_and_waits_for_a_governor_that_is_away(
             assert terminal.end() == 0
 
 
-def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: GovernorNode) -> None:
+def test_top_prints_plain_lines_in_a_dumb_terminal(node: GovernorNode) -> None:
     with Terminal(node, "--count", "1", kind="dumb") as terminal:
         assert terminal.end() == 0
         assert "ml/train-0" in terminal.shown

@@ -105,7 +105,7 @@ def n_calls(module, call):
     return [name for name, _ in module.asked].count(call.name)
 
 
-def test_slices_are_set_once_and_not_again(node):
+def test_slices_are_set_only_once(node):
     node.steering.add(1, Share(0.6, 1))
     node.steering.add(2, Share(0.3, 1))
     node.attach(1)
@@ -135,7 +135,7 @@ def test_a_container_that_has_used_its_cap_is_off_until_the_period_ends(node):
     assert node.state(1)[0]
 
 
-def test_those_that_are_switched_together_take_one_call(node):
+def test_containers_that_are_switched_together_take_one_call(node):
     for i in FDS:
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
@@ -149,7 +149,7 @@ def test_those_that_are_switched_together_take_one_call(node):
     assert n_calls(node.module, calls.DISABLE_CHANNELS) == before + 2
 
 
-def test_a_turn_begins_before_the_one_before_it_ends(node):
+def test_a_turn_begins_before_the_previous_one_ends(node):
     """For a moment both are on, so the GPU is not idle for the duration of a call."""
     node.steering.add(1, Share(0.2, 1, latency=True))
     node.steering.add(2, Share(0.4, 1))
@@ -240,7 +240,7 @@ def test_all_on_switches_everything_on(node):
     assert not node.state(1)[0]
 
 
-def test_a_process_whose_end_was_not_reported_stops_no_switch(node):
+def test_a_process_whose_end_was_not_reported_prevents_no_switch(node):
     """The process's client disappears before the end is reported. The others are switched
     nonetheless.
     """
@@ -281,7 +281,7 @@ def test_a_partly_done_call_is_not_done_twice(node):
     assert node.state(1)[0]
 
 
-def test_a_process_that_has_ended_is_not_asked_for_again(node):
+def test_a_process_that_has_ended_is_not_switched_again(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -294,7 +294,7 @@ def test_a_process_that_has_ended_is_not_asked_for_again(node):
     } <= {0}
 
 
-def test_a_refusal_is_the_callers_to_act_on(node):
+def test_a_refusal_by_the_driver_is_raised_to_the_caller(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -330,7 +330,7 @@ def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node):
     assert len(list(os.scandir("/proc/self/fd"))) == before
 
 
-def test_switching_off_is_announced_before(node):
+def test_switching_off_is_announced_beforehand(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -340,7 +340,7 @@ def test_switching_off_is_announced_before(node):
     client, group = node.held[1]
     assert off == [[client, channel] for channel in group.channels]
     assert calls.DISABLE_CHANNELS.name in [name for name, _ in node.module.asked[n_asked:]]
-    node.step(10)  # announced in each step while it is off, so that silence means something
+    node.step(10)  # announced in each step while it is off; silence would mean a stuck governor
     assert len(node.announced) == 2
     node.step(60)
     assert node.announced[-1][0] == []
@@ -365,7 +365,7 @@ def test_a_search_probes_only_new_and_known_clients(node):
     assert set(node.hardware._clients) >= {client for client, _ in node.held.values()}
 
 
-def test_clients_without_number_do_not_make_each_search_longer(node, monkeypatch):
+def test_many_clients_do_not_make_each_search_longer(node, monkeypatch):
     monkeypatch.setattr("governor.hardware.nvidia.N_CLIENTS_KEPT", 10)
     assert node.hardware.find(1001, -1)
     for _ in range(3):
@@ -530,7 +530,7 @@ def test_channels_of_a_process_that_has_left_are_not_steered(node):
     assert node.state(1)[0]
 
 
-def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
+def test_a_clients_descriptor_that_was_replaced_does_not_end_the_steering(node):
     """After a dup2 onto the client's descriptor, the driver refuses the call, and the slice
     stays.
     """
@@ -623,7 +623,7 @@ def play_and_die(node, n_calls, seed):
         return announced
     finally:
         left[0] = -1
-        hardware.close()  # the kernel closes its open files with it
+        hardware.close()  # as the kernel closes the files of a killed process
     return announced
 
 

@@ -190,7 +190,7 @@ def test_without_an_image_places_are_named(node: Path, capsys: pytest.CaptureFix
     assert GLX not in out
 
 
-def test_it_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
     annotation = ["--annotation", "tidegate.gpu/capabilities=compat32,display"]
     assert cli.main(["explain", *arguments, "--rootfs", f"{node}/image", *annotation]) == 76
@@ -361,6 +361,6 @@ def test_a_container_with_a_claim_gets_its_quota_from_the_claim(
     assert "result, if the governor admits it" in lines
     assert cli.main(["explain", *options, "--annotation", "tidegate.gpu/memory=8Gi"]) != 0
     assert "conflicts with claim 4c6e" in capsys.readouterr().err
-    # It does not know the entries of another hook.
+    # Entries of another hook are not recognised.
     assert cli.main(["explain", *options, "--hook", "/opt/hook"]) == 0
     assert "left alone" in capsys.readouterr().out

@@ -149,8 +149,8 @@ def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
     assert listing(again) == listing(compat)
     plain = parse(cache.read_bytes())
     assert plain is not None
-    # hwcaps are compared as glibc reads them, not as ldconfig wrote them: 2.36 counts these strings
-    # from two different places.
+    # hwcaps are compared as glibc reads them, not as ldconfig wrote them: ldconfig 2.36 counts the
+    # offsets of these strings from two different positions.
     assert parsed.entries == plain.entries
 
 
@@ -176,7 +176,7 @@ def test_the_order_is_that_of_ldconfig(cache: Path) -> None:
         (b"x1", b"x01a"),
     ],
 )
-def test_names_are_compared_as_the_loader_does(low: bytes, high: bytes) -> None:
+def test_names_are_compared_as_by_the_loader(low: bytes, high: bytes) -> None:
     assert compare(low, high) < 0 < compare(high, low)
 
 

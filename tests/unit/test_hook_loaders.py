@@ -1,7 +1,8 @@
-"""Where a loader of aarch64 finds the driver. For aarch64 glibc has no glibc-hwcaps subdirectory;
+"""Where a loader of aarch64 finds the driver. For aarch64, glibc has no glibc-hwcaps subdirectory;
 up to version 2.36, it searches `tls`.
 
-What these loaders search was read from `ld.so --help` of Debian's glibc 2.31, 2.36 and 2.41 and from LD_DEBUG=libs, emulated.
+The directories that these loaders search were read from the output of `ld.so --help` and of
+LD_DEBUG=libs of Debian's glibc 2.31, 2.36 and 2.41, under emulation.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_an_older_glibc_finds_the_driver_in_tls(arm: ArmImage, version: str) -> 
     assert (image.target, image.by_cache) == (f"{LIBDIR}/tls", False)
 
 
-def test_glibc_from_2_37_on_finds_the_driver_by_the_cache_only(arm: ArmImage) -> None:
+def test_glibc_from_2_37_on_finds_the_driver_through_the_cache_only(arm: ArmImage) -> None:
     arm.use_glibc("2.41")
     image = arm.inspect()
     assert (image.target, image.by_cache) == (f"{LIBDIR}/tidegate", True)
@@ -86,7 +87,7 @@ def test_glibc_from_2_37_on_finds_the_driver_by_the_cache_only(arm: ArmImage) ->
 
 
 @pytest.mark.parametrize("cache", [None, b"", b"not one"])
-def test_without_a_cache_nothing_leads_there(arm: ArmImage, cache: bytes | None) -> None:
+def test_without_a_cache_the_image_is_refused(arm: ArmImage, cache: bytes | None) -> None:
     arm.use_glibc("2.41", cache=cache)
     with pytest.raises(UnservedImageError, match=r"no ld\.so\.cache, by which glibc on aarch64"):
         arm.inspect()
@@ -112,7 +113,7 @@ def test_a_driver_that_would_come_before_the_cache_is_refused(
 
 
 def test_compat_is_refused_even_if_nothing_names_it_yet(arm: ArmImage) -> None:
-    """An entry point's script may put it on the path."""
+    """An entry point script may add the directory to the search path."""
     arm.use_glibc("2.41")
     arm.put("usr/local/cuda/compat/libcuda.so.1")
     with pytest.raises(ImageError, match="compat has a driver of its own"):
@@ -126,7 +127,7 @@ def test_a_driver_in_a_default_directory_comes_after_the_cache(arm: ArmImage) ->
 
 
 @pytest.mark.parametrize("below", ["", "/aarch64", "/atomics", "/aarch64/atomics"])
-def test_with_an_older_glibc_a_driver_of_the_image_s_own_comes_after_tls(
+def test_with_an_older_glibc_the_images_own_driver_comes_after_tls(
     arm: ArmImage, below: str
 ) -> None:
     arm.use_glibc("2.36")
@@ -156,12 +157,12 @@ def test_musl_and_a_missing_loader_are_named(arm: ArmImage) -> None:
         arm.inspect()
 
 
-def test_a_machine_that_is_neither_is_refused(arm: ArmImage) -> None:
+def test_a_machine_other_than_x86_64_and_aarch64_is_refused(arm: ArmImage) -> None:
     with pytest.raises(ImageError, match="riscv64 are not supported, only x86_64 and aarch64"):
         inspect_image(arm.rootfd, arm.procfd, "riscv64")
 
 
-def test_sonames_are_compared_as_the_machine_s_char() -> None:
+def test_sonames_are_compared_with_the_machines_signedness_of_char() -> None:
     """A byte above 127 is negative in a `char` of x86, and large in one of aarch64."""
     names = ("libz.so.1", "libä.so.1")
     for flags, first in ((ldcache.FLAGS_X86_64, 0), (ldcache.FLAGS_AARCH64, 1)):

@@ -41,7 +41,7 @@ def section(elf: ELFFile, kind: type, name: str | None = None):
     return found[0]
 
 
-def test_the_exports_are_the_table(elf: ELFFile, name: str) -> None:
+def test_the_exports_are_those_of_the_table(elf: ELFFile, name: str) -> None:
     symbols = section(elf, SymbolTableSection, ".dynsym").iter_symbols()
     exported = {s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF" and s.name}
     assert exported == {fn.name for fn in LIBRARIES[name][0]}

@@ -1,6 +1,4 @@
-"""The shape of the code: names that say one thing, functions and files of a readable size, no
-cycles.
-"""
+"""The shape of the code: unique class names, functions and files of a readable size, no cycles."""
 
 from __future__ import annotations
 
@@ -105,8 +103,9 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
 
 
 def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
-    """Return the names in each other file that each C file uses, from the objects of a library or a
-    program.
+    """Return, for each C file of a library or a program, the names that it uses of other files.
+
+    They are grouped by the file that defines them, and read from the objects.
     """
     objects = build / f"{target}.p"
     defined, used = {}, defaultdict(list)
@@ -140,7 +139,10 @@ def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
     ],
 )
 def test_c_files_use_each_other_in_one_direction(build_dir: Path, target: str) -> None:
-    """What a file below has to call above it goes through a pointer that the file above sets: libcontrol/lifecycle.c."""
+    """A lower file calls a higher one only through a pointer that a higher file sets.
+
+    libcontrol/lifecycle.c is an example.
+    """
     used = references(build_dir, target)
     assert used
     try:

@@ -294,8 +294,8 @@ def test_the_loaders_cache_names_a_directory_that_is_not_in_the_table(tmp_path, 
     subprocess.run(
         ["ldconfig", "-f", conf, "-C", tmp_path / "made"], check=True, capture_output=True
     )
-    # The cache has absolute host paths. Below the root, the paths start without the root's own
-    # name.
+    # The cache has absolute paths of the host. Slashes of the same length replace the root's own
+    # path.
     cache.write_bytes(
         (tmp_path / "made")
         .read_bytes()

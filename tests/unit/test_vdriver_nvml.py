@@ -236,7 +236,7 @@ def test_an_unknown_ancestor_is_none(build, answer):
         assert nvml.topology(uuids).routes == {frozenset(uuids): Route(1, None)}
 
 
-def test_a_gpu_near_two_numa_nodes_has_none(build):
+def test_a_gpu_equally_near_to_two_numa_nodes_has_no_node(build):
     with Nvml(build("libnvidia-ml.so.1", '-DLINKS="",""', "-DLEVEL=0")) as nvml:
         # The first GPU is equally near to two nodes.
         assert nvml.topology(["GPU-0", "GPU-1"]).nodes == {"GPU-1": 66}

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Tests a paged key-value cache that sizes itself, and decoding by a CUDA graph through it.
 
-Like a serving engine, it loads weights, runs a forward pass to see what that takes, then takes 0.92
-of the GPU's memory less what is used, in blocks. Sequences find their blocks through a table.
+Like a serving engine, it loads weights, measures the memory of a forward pass, and allocates blocks
+up to 0.92 of the GPU's memory. Sequences find their blocks through a table.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def decode_all(cache: Cache, step: Callable[[], Tensor], batch: Batch) -> list[f
 
 
 def serve(program: ProgramCheck) -> None:
-    """Decode eagerly, and by replaying one graph; both must give the same."""
+    """Decode eagerly, and by replaying one graph; both must give the same result."""
     weights = load()
     cache = make_cache(weights)
     blocks = cache[0][0].shape[0]

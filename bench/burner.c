@@ -231,8 +231,8 @@ static void wait_all(void)
 }
 
 /*
- * Returns the number of iterations with which a unit takes about `unit_us`. With long units there
- * are few per round. Their duration is measured later, from the stamps.
+ * Returns the number of iterations with which a unit takes about `unit_us`. A round has few units
+ * if they are long; their duration is measured later, from the stamps.
  */
 static uint64_t calibrate(double unit_us)
 {

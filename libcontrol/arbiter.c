@@ -413,7 +413,7 @@ static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t
     return next;
 }
 
-/* Names the next holder: the one that is decided, or the one that is expected. */
+/* Names the next holder: the container that was chosen, or else the one that is expected. */
 static void name_next(const struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
 {
     uint64_t begins;

@@ -24,7 +24,7 @@ from gpu_stamps import GpuStamper, HostStamper
 from torch_step import Decode, DecodeGraph
 
 WARM_UP = 50
-"""Tokens."""
+"""Units that are not recorded, at the start."""
 
 
 def parse_options() -> argparse.Namespace:

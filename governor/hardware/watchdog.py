@@ -4,7 +4,7 @@ A container that is off does nothing until it is switched on, and a governor tha
 do that. So the governor starts this process and writes to a pipe what it is about to switch off:
 each time, one line of JSON with everything that is off. When the pipe is closed, or silent for
 SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
-retried every AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
+retried every AGAIN_S: without limit while the governor lives, and N_TRIES times otherwise.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Watchdog:
     """The governor's end of the pipe."""
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
-        """Start the process, which calls `reviver` (`module:function`).
+        """Start the process.
 
-        Its arguments are `arguments` and what is off.
+        It calls `reviver` (`module:function`) with `arguments` and what is off.
         """
         self._command = module_command(__name__, [reviver, *arguments])
         self._announced: list[Any] = []

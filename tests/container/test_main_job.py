@@ -315,7 +315,7 @@ def unit_times(container: Running) -> list[int]:
 def pause_after_kill(node: BenchNode, victim: Running, waiter: Running, how: str) -> int:
     """Kill the victim; return the longest time in the next second in which the waiter did nothing.
 
-    It is in nanoseconds, less the longest time by which this machine delayed the test meanwhile.
+    It is in nanoseconds, less the longest time by which this machine delayed the test itself.
     """
     pid = node.list_containers()[victim.identifier]["pid"]
     with Stall() as stall:
@@ -392,7 +392,7 @@ def start_stress(node: BenchNode, name: str) -> Running:
     return node.start(name, arguments, {"memory": "2Gi", "compute": "40"})
 
 
-def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_replaced(
+def test_no_call_fails_while_the_governor_is_slow_frozen_killed_or_replaced(
     node: BenchNode,
 ) -> None:
     pair = [start_stress(node, name) for name in ("rider-a", "rider-b")]

@@ -1,7 +1,7 @@
 """The RPM packages, built here for Fedora and for RHEL 9: files, dependencies, scriptlets, and an installation of the files.
 
-The tests have no Fedora. rpm installs the packages on a fresh Debian 12, which has the version of Python that RHEL 9's
-package needs, 3.11; there the scriptlets run, and the installed programs.
+The tests do not use Fedora. rpm installs the packages on a fresh Debian 12, which has the version
+of Python that RHEL 9's package needs, 3.11; the scriptlets and the installed programs run there.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_its_files_are_those_of_make_install(fedora: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
-def test_no_package_can_depend_on_it_for_the_driver(
+def test_no_package_can_depend_on_tidegate_for_the_driver(
     request: pytest.FixtureRequest, which: str
 ) -> None:
     rpm = request.getfixturevalue(which)
@@ -105,7 +105,7 @@ def test_no_package_can_depend_on_it_for_the_driver(
     assert not [line for line in ask(rpm, "--requires") if "cuda" in line or "nvidia" in line]
 
 
-def test_fedora_has_every_module_that_it_asks_for(fedora: Path) -> None:
+def test_the_fedora_package_requires_every_module_that_it_uses(fedora: Path) -> None:
     asked = {line for line in ask(fedora, "--requires") if "python" in line}
     assert asked == {
         "/usr/bin/python3", "python3 >= 3.11", "python3-jsonschema >= 4.10", "python3-prometheus_client >= 0.16",
@@ -113,7 +113,7 @@ def test_fedora_has_every_module_that_it_asks_for(fedora: Path) -> None:
     }  # fmt: skip
 
 
-def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
+def test_the_rhel_9_package_uses_a_newer_python_and_brings_its_modules(
     rhel: Path, tmp_path: Path
 ) -> None:
     """RHEL 9's python3 is 3.9. RHEL 9 also has 3.11, but packages only one of the modules that
@@ -125,7 +125,7 @@ def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
     root = unpack(rhel, tmp_path)
     for name in ("tidegate", "tidegate-governor"):
         assert (root / "usr/bin" / name).read_text().startswith("#!/usr/bin/python3.11 -I")
-    # The programs with which containers start are C programs, which run these scripts.
+    # Containers are started through C programs, which run these scripts.
     for name in ("tidegate-hook", "tidegate-runtime", "tidegate-forkserver"):
         script = root / "usr/lib/tidegate/python/oci_hook" / name
         assert script.read_text().startswith("#!/usr/bin/python3.11 -I")
@@ -196,7 +196,9 @@ def test_the_rhel_package_runs_under_its_python(rhel: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
-def test_its_scriptlets_do_what_debians_do(request: pytest.FixtureRequest, which: str) -> None:
+def test_the_scriptlets_do_what_those_of_debian_do(
+    request: pytest.FixtureRequest, which: str
+) -> None:
     said = scriptlets(request.getfixturevalue(which))
     assert set(said) == {"postinstall", "preuninstall", "postuninstall", "triggerin"}
     python = "/usr/bin/python3.11" if which == "rhel" else "/usr/bin/python3"

@@ -1,4 +1,4 @@
-"""Memory that is parked in host memory and moved back, by order of the governor, which the test is."""
+"""Memory is parked in host memory and moved back as the governor orders; here, the test orders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_without_parking_the_driver_allocates(build_dir: Path, tmp_path: Path) -
         node.close()
 
 
-def test_a_block_looks_like_one_of_the_driver(agent: Agent) -> None:
+def test_a_block_looks_like_a_block_of_the_driver(agent: Agent) -> None:
     agent.run("size = (5 << 20) + 12345; block = driver.allocate(size)")
     agent.run(
         "base, length = ctypes.c_uint64(), ctypes.c_size_t()\n"
@@ -115,7 +115,7 @@ def test_a_block_looks_like_one_of_the_driver(agent: Agent) -> None:
     assert agent.number("driver.try_call('cuMemFree_v2', block)") == 1
 
 
-def test_its_number_stays_the_same(node: ParkingNode, agent: Agent) -> None:
+def test_the_number_of_a_block_stays_the_same(node: ParkingNode, agent: Agent) -> None:
     agent.run("block = driver.allocate(5 << 20)")
     agent.run("number = ctypes.c_uint64(); again = ctypes.c_uint64()")
     agent.run("driver.call('cuPointerGetAttribute', ctypes.byref(number), 7, block)")
@@ -125,7 +125,7 @@ def test_its_number_stays_the_same(node: ParkingNode, agent: Agent) -> None:
     assert agent.run("number.value == again.value != 0")
 
 
-def test_memory_whose_copies_have_to_end_stays_on_the_gpu(node: ParkingNode, agent: Agent) -> None:
+def test_memory_with_synchronous_copies_stays_on_the_gpu(node: ParkingNode, agent: Agent) -> None:
     agent.run("block = driver.allocate(8 << 20); other = driver.allocate(8 << 20)")
     for on in (0, 1):
         agent.run(f"one = ctypes.c_uint({on})")
@@ -187,7 +187,7 @@ def test_parked_memory_is_not_on_the_gpu_and_comes_back_as_it_was(
     assert node.report(agent, "move_ns") > 0
 
 
-def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
+def test_a_sample_during_a_move_attributes_nothing_to_the_driver(
     node: ParkingNode, agent: Agent
 ) -> None:
     agent.run("blocks = [driver.allocate(128 << 20) for _ in range(4)]")
@@ -195,7 +195,7 @@ def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
     assert agent.slot is not None
 
     def sample() -> None:
-        """Do what the governor does with a process."""
+        """Sample the process as the governor does."""
         began = time.monotonic_ns()
         before = read_charge(node.ledger, agent.slot or 0, 0, 64 * GIB)
         seen = node.seen().get(agent.process.pid, 0)
@@ -285,7 +285,7 @@ def test_a_context_ends_while_its_memory_is_parked(node: ParkingNode, agent: Age
 def closes(node: ParkingNode, agent: Agent) -> bool:
     """Order that the memory leaves while work runs; return whether CLOSING was seen.
 
-    It may last only a second, which the test may miss on a busy machine.
+    This state may last only a second, and the test may miss it on a busy machine.
     """
     node.order(resident=False)
     end = time.monotonic() + 5
@@ -335,7 +335,7 @@ def test_memory_freed_during_a_capture_is_released_after_it(
         "stream = driver.get('cuStreamCreate', 1); driver.call('cuStreamBeginCapture_v2', stream, 2)"
     )
     agent.run("driver.call('cuMemFree_v2', blocks[1])")
-    # It would have been a synchronisation, which invalidates the capture.
+    # To release it would have been a synchronisation, which invalidates the capture.
     assert agent.seen == CONTEXT + 24 * MIB
     assert agent.charged == 24 * MIB
     assert node.report(agent, "movable") == 16 * MIB
@@ -395,7 +395,7 @@ def test_a_process_exits_whether_its_memory_is_parked_or_not(
     if state == "parked":
         node.park(agent)
     assert agent.process.stdin is not None
-    agent.process.stdin.close()  # it ends as a program does
+    agent.process.stdin.close()  # the program reads the end of its input, and exits
     assert agent.process.wait(20) == 0
     assert sum(node.seen().values()) == 0
 
@@ -434,7 +434,7 @@ def test_work_that_waits_for_the_next_call_is_not_waited_for(
     until(lambda: node.report(agent, "residency") == PARKED)
 
 
-def test_without_room_on_the_gpu_it_stays_parked(node: ParkingNode, agent: Agent) -> None:
+def test_without_room_on_the_gpu_memory_stays_parked(node: ParkingNode, agent: Agent) -> None:
     agent.run("block = driver.allocate(1 << 30); fill(block, 8 << 20, 5)")
     node.park(agent)
     with SimulatedDriver(node.build).attached(node.work / "gpus") as other:
@@ -489,7 +489,7 @@ def test_a_forked_child_is_another_process(node: ParkingNode, agent: Agent) -> N
     assert agent.run("holds(block, 8 << 20, 5)")
 
 
-def test_without_host_memory_it_stays_on_the_gpu(node: ParkingNode) -> None:
+def test_without_host_memory_nothing_leaves_the_gpu(node: ParkingNode) -> None:
     node.has_arena = False
     agent = node.agent()
     agent.run("block = driver.allocate(8 << 20)")
@@ -499,7 +499,7 @@ def test_without_host_memory_it_stays_on_the_gpu(node: ParkingNode) -> None:
     agent.run("driver.call('cuMemsetD8_v2', block, 1, 4096)")
 
 
-def test_it_is_parked_once_there_is_host_memory_for_all_of_it(node: ParkingNode) -> None:
+def test_memory_is_parked_once_there_is_host_memory_for_all_of_it(node: ParkingNode) -> None:
     agent = node.agent()
     agent.run(WORDS)
     assert agent.slot is not None
@@ -515,7 +515,7 @@ def test_it_is_parked_once_there_is_host_memory_for_all_of_it(node: ParkingNode)
 
 
 @pytest.mark.parametrize("delay_ms", [0, 10, 30, 60, 100, 200])
-def test_a_process_that_is_killed_while_it_moves_leaves_nothing(
+def test_a_process_that_is_killed_during_a_move_leaves_nothing(
     node: ParkingNode, agent: Agent, delay_ms: int
 ) -> None:
     other = node.agent()

@@ -125,7 +125,7 @@ def test_modes_that_nvidia_smi_reports_are_checked(
     assert found.startswith(said)
 
 
-def test_mps_has_a_gpu_of_its_own_in_exclusive_mode(host: Host) -> None:
+def test_exclusive_mode_is_accepted_for_a_gpu_under_mps(host: Host) -> None:
     host.commands["nvidia-smi"] = SMI.replace("Default", "Exclusive_Process")
     mps = ("mps", "timeslice")
     assert host.check("driver.compute-mode", strategies=mps)[0].startswith("ok: ")
@@ -156,7 +156,7 @@ def test_a_zombie_of_an_mps_daemon_is_ignored(host: Host) -> None:
     assert host.check("driver.mps") == ["ok: no MPS daemon is running"]
 
 
-def test_an_mps_daemon_of_another_installation_is_warned_of(host: Host) -> None:
+def test_an_mps_daemon_that_is_not_the_governors_is_reported(host: Host) -> None:
     host.put("proc/1/comm", "systemd\n")
     assert host.check("driver.mps") == ["ok: no MPS daemon is running"]
     put_mps(host, 812, f"/run/tidegate/mps/{UUID}/pipe")

@@ -78,7 +78,7 @@ def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connectio
         process.communicate("")
         wait_for(lambda: processes(governor) == 0)
         wait_for(lambda: descriptors() <= before)
-        for s in kept:  # they are useless by now
+        for s in kept:  # the governor has closed the other ends
             s.setblocking(False)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 s.send(b"p")
@@ -92,7 +92,7 @@ s.connect(sys.argv[1])
 s.detach()
 """
 
-# The program ends if the pid is taken: a fork on another processor may have been given it.
+# The program prints nothing if the pid stays taken: a fork on another processor may have got it.
 NUMBERED = """
 import os, sys
 for _ in range(20):
@@ -148,7 +148,7 @@ def test_the_number_of_silent_connections_is_limited(
         begun = time.monotonic()
         listed(governor)  # all were accepted before this one
         wait_for(lambda: descriptors() - before < 100)
-        assert time.monotonic() - begun < 30  # not by a timeout
+        assert time.monotonic() - begun < 30  # it is not a timeout that closes them
     # The container can use its socket again.
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(path)
@@ -220,7 +220,7 @@ def open_files_at_most(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_governor_without_descriptors_waits_for_some(governor: GovernorThread) -> None:
+def test_a_governor_without_free_descriptors_waits_for_some(governor: GovernorThread) -> None:
     with GovernorClient(governor) as first, socket.socket(socket.AF_UNIX) as second:
         assert first.ask({"v": 1, "op": "ping"})["ok"]
         used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())

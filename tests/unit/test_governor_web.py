@@ -142,7 +142,7 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
     play(scene)
 
 
-def test_where_memory_is_is_in_the_state_and_in_the_history(
+def test_the_state_and_the_history_show_where_memory_is(
     play: Callable[[Scene], None],
 ) -> None:
     async def scene(world: MetricsWorld, history: History) -> None:
@@ -304,10 +304,10 @@ def test_the_page_is_made_of_all_files_of_its_directory() -> None:
             assert (web.PAGE / name).read_text() in page, name
 
 
-def test_the_page_has_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_elsewhere() -> None:
     page = web.read_page()
     assert re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", page) == ["data:,"]
-    # This one is a name, not an address.
+    # This URL is the name of a namespace, not an address.
     assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]
     assert "@import" not in page
     assert not re.search(r"\bstyle=|\bon[a-z]+=", page)
@@ -352,7 +352,7 @@ def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) 
 def test_a_request_for_another_name_gets_nothing(
     play: Callable[[Scene], None], head: bytes
 ) -> None:
-    """A foreign DNS server can let a name of its own resolve to this machine."""
+    """An attacker's DNS server can make its own name resolve to this machine."""
 
     async def scene(world: MetricsWorld, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
@@ -406,7 +406,7 @@ def test_a_page_of_another_origin_gets_no_data(
         (b"HEAD / HTTP/1.1\r\n", b"405"),
     ],
 )
-def test_nothing_else_is_there(
+def test_any_other_request_is_refused(
     play: Callable[[Scene], None], request_: bytes, status: bytes
 ) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
@@ -416,7 +416,7 @@ def test_nothing_else_is_there(
     play(scene)
 
 
-def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> None:
+def test_names_are_text_whatever_they_contain(play: Callable[[Scene], None]) -> None:
     name = "</script><script>alert(1)</script>\u202e\ud83d\ude00\n\x00".encode(
         "utf-16", "surrogatepass"
     ).decode("utf-16")
@@ -463,7 +463,7 @@ def test_many_requests_for_parts_take_bounded_memory(play: Callable[[Scene], Non
     play(scene)
 
 
-def test_only_the_last_refusals_are_remembered_and_no_more_of_each() -> None:
+def test_only_the_last_refusals_are_remembered_with_truncated_texts() -> None:
     tally = Tally()
     for i in range(100):
         tally.refuse(float(i), "x" * 5000, "refused", "m" * 5000, "h" * 5000)

@@ -179,7 +179,7 @@ def test_the_others_do_not_wait_for_a_container_beyond_its_cap():
 
 
 @pytest.mark.parametrize("wanted", [(70, 30), (25,) * 4, (10, 45, 45), (13,) * 4 + (12,) * 4])
-def test_with_full_guarantees_the_shortfall_is_the_context_switches(wanted):
+def test_with_full_guarantees_only_context_switches_cost_time(wanted):
     """Nothing is switched in this case: time that calls of the driver take is lost to all containers."""
     shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
     r = run(shares, {i: endless() for i in shares})
@@ -203,7 +203,7 @@ def beginning_late(n, seed):
 @pytest.mark.parametrize("gap", [80_000, 40_000])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("caps", [[0.13] * 4 + [0.12] * 4, [0.25] * 4, [0.6, 0.2, 0.2], [0.3, 0.7]])
-def test_where_caps_make_up_the_gpu_nothing_is_switched(caps, seed, gap, monkeypatch):
+def test_where_caps_add_up_to_the_gpu_nothing_is_switched(caps, seed, gap, monkeypatch):
     """Slices alone enforce the caps, wherever rounds begin in a period: each switch would disturb them."""
     monkeypatch.setattr("tests.unit.virtual_gpu.SWITCH", gap)
     shares = {i: Share(cap, cap) for i, cap in enumerate(caps)}
@@ -238,7 +238,7 @@ class OnAndOff(VirtualContext):
         (0.5, 200, 100, 0),
     ],
 )
-def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cycle, busy, phase):
+def test_a_neighbour_that_works_in_bursts_takes_nothing_from_a_guarantee(share, cycle, busy, phase):
     """Time that a container had while its neighbour was idle must not count against it for longer
     than that.
     """
@@ -366,8 +366,8 @@ class FullOrTiny(OnAndOff):
 
 
 @pytest.mark.parametrize("phase", [0, 50])
-def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase):
-    """If turns that end early now and then gain a container more turns, one of 5 % takes 20 %, and
+def test_turns_that_sometimes_end_early_gain_a_container_no_further_turns(phase):
+    """If turns that sometimes end early gain a container more turns, one of 5 % takes 20 %, and
     leaves a neighbour 36 of its 55 %.
     """
     shares = {
@@ -387,10 +387,10 @@ def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase
 
 
 def test_several_groups_of_a_container_do_not_use_up_the_guarantees_of_others():
-    """If the number of groups does not count, 70 % become 51 % next to four processes with 20 % and
-    a service.
+    """If the policy ignored the number of groups, a container of 70 % would get 51 % next to one of
+    20 % with four processes and a service.
 
-    A third of the GPU is lost to switches in that case.
+    A third of the GPU would be lost to switches.
     """
     contexts = {**{f"a{k}": endless() for k in range(4)}, "b": endless(), "c": requests(20, 1.0)}
     owner = {name: {"a": 1, "b": 2, "c": 3}[name[0]] for name in contexts}
@@ -501,7 +501,7 @@ def test_unused_time_goes_to_the_others():
     assert 100 * r.used[2] / total == pytest.approx(60, abs=1)
 
 
-def test_one_alone_is_never_switched_off():
+def test_a_container_alone_is_never_switched_off():
     r = run({1: Share(0.1, 1)}, {1: endless()})
     assert r.used[1] == pytest.approx(100, abs=0.1)
     assert r.changes == 0
@@ -534,7 +534,7 @@ def test_no_container_gets_more_than_its_cap_or_less_than_its_guarantee(guarante
 # ---- short requests ----
 
 
-def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecond():
+def test_requests_of_a_container_below_its_guarantee_wait_less_than_a_millisecond():
     """The same requests arrive at a container alone and next to endless work, without any setting.
 
     The class makes no difference here.
@@ -623,7 +623,7 @@ def test_caps_hold_beside_a_service_of_class_latency(limits):
         assert all(abs(window[i] - 100 * limit) < 3 for window in r.seconds)
 
 
-def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_nothing():
+def test_requests_beside_three_training_jobs_wait_hardly_longer_and_the_jobs_lose_nothing():
     shares = {1: Share(0.2, 1), 2: Share(0.3, 1), 3: Share(0.3, 1), 4: Share(0.2, 1)}
     alone = run({1: Share(0.2, 1)}, {1: requests(20)}, 20)
     r = run(shares, {1: requests(20), 2: endless(), 3: endless(), 4: endless()}, 20)
@@ -641,7 +641,7 @@ def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_n
         assert setting[1] == Setting(True, LONG)
 
 
-def test_a_turn_that_began_alone_ends_when_another_comes():
+def test_a_turn_that_began_alone_ends_when_another_container_comes():
     policy = Policy(0)
     policy.add(1, Share(0.2, 1, latency=True), 0)
     policy.add(2, Share(0.4, 1), 0)
@@ -809,7 +809,7 @@ def test_the_first_period_leaves_no_debt():
     assert policy.step(PERIOD * 2, {})[0][1].on
 
 
-def test_use_before_it_was_found_is_no_debt():
+def test_use_before_a_container_was_found_is_no_debt():
     """A new governor finds the channel groups of running containers only after they have worked for a while."""
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
@@ -859,7 +859,7 @@ def test_a_latency_container_with_endless_work_leaves_its_neighbour_the_guarante
     assert min(second[2] for second in result.seconds) > 100 * (1 - guarantee) - 4
 
 
-def test_two_in_the_first_rank_share_as_they_are_guaranteed():
+def test_two_containers_in_the_first_rank_share_by_their_guarantees():
     shares = {1: Share(0.1, 1, latency=True), 2: Share(0.45, 1), 3: Share(0.45, 1)}
     result = run(shares, {i: endless() for i in shares})
     assert result.used[1] == pytest.approx(10, abs=1)
@@ -939,7 +939,7 @@ def test_work_shorter_than_its_context_switches_does_not_use_guarantees_of_other
     [[0.03] * 32, [0.031] * 32, [0.3] + [0.022] * 30, [0.045] * 16 + [0.0155] * 16],
     ids=["even", "full", "one larger", "two sizes"],
 )
-def test_many_that_always_have_work_are_left_to_their_slices(shares):
+def test_many_containers_that_always_have_work_are_left_to_their_slices(shares):
     """The time that each container is owed varies by a turn, which lets none of them enter the
     first rank.
     """
@@ -963,7 +963,10 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 
 
 def test_a_container_that_was_off_for_long_is_capped_when_it_is_on_again():
-    """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle in that time."""
+    """A late step leaves the container on for a whole period, which makes a debt of two seconds.
+
+    The time for which it is off because of the debt does not count as idle.
+    """
     contexts = {1: endless()}
     gpu, policy, used = VirtualGpu(contexts), Policy(0), {}
     policy.add(1, Share(0.05, 0.05), 0)

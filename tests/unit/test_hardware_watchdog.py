@@ -89,7 +89,7 @@ def test_channels_that_a_killed_governor_left_off_are_switched_on(path):
         )
 
 
-def test_a_silent_governor_with_something_off_is_not_waited_for(path):
+def test_channels_of_a_silent_governor_are_switched_on(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     wait_for(lambda: revived(path))
@@ -102,7 +102,7 @@ def test_a_silent_governor_with_something_off_is_not_waited_for(path):
 def test_an_unchanged_list_is_watched_again(path):
     """An unchanged list is sent as an empty line.
 
-    The watchdog must not forget the list because it has revived once.
+    The watchdog must not forget the list once it has switched the channels on.
     """
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
@@ -121,14 +121,14 @@ def test_with_nothing_off_nothing_is_done(path):
     assert revived(path) == []
 
 
-def test_a_regular_end_with_something_off_switches_it_on(path):
+def test_channels_that_are_off_are_switched_on_at_a_regular_end(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     dog.close()
     assert revived(path) == [[7]]
 
 
-def test_a_signal_to_it_changes_nothing(path):
+def test_a_signal_to_the_watchdog_changes_nothing(path):
     """A service manager signals all processes of a unit at once."""
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
@@ -182,7 +182,7 @@ def test_without_a_watchdog_nothing_may_be_switched_off(path):
     dog.close()
 
 
-def test_a_watchdog_that_does_not_read_is_an_error_and_no_wait(path):
+def test_a_watchdog_that_does_not_read_is_an_error_without_a_wait(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     os.kill(dog._process.pid, signal.SIGSTOP)
 

@@ -234,7 +234,9 @@ def test_command_lines_as_the_runtime_reads_them(
         ("--log", ("", "", "", "")),
     ],
 )
-def test_command_lines(arguments: str, found: tuple[str, str, str, str]) -> None:
+def test_command_lines_are_parsed_alike_for_all_runtimes(
+    arguments: str, found: tuple[str, str, str, str]
+) -> None:
     for like_crun in (False, True):
         call = parse_call(arguments.split(), like_crun=like_crun)
         assert (call.command, call.bundle, call.ident, call.log) == found
@@ -270,7 +272,7 @@ def test_a_replaced_link_gets_the_mode_of_its_target(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
 
 
-def test_a_file_that_cannot_be_replaced_stays(
+def test_a_file_that_cannot_be_replaced_stays_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.json"
@@ -352,7 +354,7 @@ def test_a_missing_device_node_is_reported(dev: Path) -> None:
 
 
 def test_every_cdi_device_has_edits(tmp_path: Path) -> None:
-    """Engines refuse such a specification as a whole."""
+    """Engines refuse a specification as a whole if one of its devices has no edits."""
     spec = make_spec([replace(gpu, minor=None) for gpu in GPUS], dev_dir=str(tmp_path))
     assert all(device["containerEdits"] for device in spec["devices"])
 

@@ -1,4 +1,4 @@
-"""`tidegate setup crio`: a handler like the default one for each layout of CRI-O, or one line that says why not.
+"""`tidegate setup crio`: a handler like the default one for each layout of CRI-O, or one line with the reason.
 
 The files are those of CRI-O's own packages (`cri-o/packaging`) and of distributions, laid out below
 a root. `governor/setup/crio_config.py` describes how CRI-O reads them. tests/container has the real
@@ -184,7 +184,7 @@ def test_the_handler_follows_the_default_that_an_administrator_names(packaged, c
     assert "note:" not in capsys.readouterr().out
 
 
-def test_all_of_the_default_handler_is_copied_but_its_program(packaged):
+def test_all_of_the_default_handler_is_copied_except_its_program(packaged):
     own = (
         "[crio.runtime.runtimes.crun]\n"
         f'runtime_path = "{LIBEXEC}/crun"\nruntime_root = "/run/crun"\nmonitor_path = "{LIBEXEC}/conmon"\n'
@@ -229,13 +229,13 @@ def test_a_node_without_files_has_the_handler_that_is_built_in(root):
     assert text(root, SETTINGS) == f"{WRITTEN}runtime-for /run/runc /usr/bin/runc\n"
 
 
-def test_files_in_directories_below_are_read_as_cri_o_reads_them(packaged):
+def test_files_in_subdirectories_are_read_as_cri_o_reads_them(packaged):
     put(packaged, f"{CONF_D}/60/README", '[crio.runtime]\ndefault_runtime = "runc"\n')
     assert setup(packaged, "crio") == 0
     assert text(packaged, SETTINGS) == f"{WRITTEN}runtime-for /run/runc {LIBEXEC}/runc\n"
 
 
-def test_a_monitor_for_all_handlers_counts_before_theirs(packaged, capsys):
+def test_a_monitor_for_all_handlers_takes_precedence_over_theirs(packaged, capsys):
     put(packaged, f"{CONF_D}/20-own.conf", '[crio.runtime]\nconmon = "/opt/conmon"\n')
     assert "has the monitor /opt/conmon, which is missing; install conmon" in refused(
         packaged, capsys
@@ -311,7 +311,7 @@ def test_a_handler_whose_program_is_missing_needs_no_monitor(packaged):
     assert setup(packaged, "crio") == 0
 
 
-def test_a_default_that_is_our_handler_has_the_packages_runtime_behind_it(packaged, capsys):
+def test_our_handler_as_the_default_still_runs_the_packages_runtime(packaged, capsys):
     setup(packaged, "crio")
     put(packaged, f"{CONF_D}/90.conf", '[crio.runtime]\ndefault_runtime = "tidegate"\n')
     after = snapshot(packaged)
@@ -324,7 +324,7 @@ def test_a_default_that_is_our_handler_has_the_packages_runtime_behind_it(packag
     )
 
 
-def test_what_the_settings_of_the_wrapper_say_already_is_left_alone(packaged, capsys):
+def test_existing_settings_of_the_wrapper_are_left_alone(packaged, capsys):
     put(packaged, SETTINGS, f"# mine\nruntime {LIBEXEC}/crun\nlog /var/log/x")
     before = snapshot(packaged)
     assert setup(packaged, "crio") == 0

@@ -108,7 +108,7 @@ def test_only_units_without_a_block_are_released(driver: SimulatedDriver, contex
 
 
 @pytest.mark.parametrize("wait", ["stream", "context", "event"])
-def test_a_pool_keeps_up_to_its_threshold(
+def test_a_pool_keeps_memory_up_to_its_threshold(
     driver: SimulatedDriver, context: Context, wait: str
 ) -> None:
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
@@ -135,7 +135,7 @@ def test_a_pool_keeps_up_to_its_threshold(
     assert held(driver) == 0
 
 
-def test_a_freed_block_is_its_streams_at_once_and_others_later(
+def test_a_freed_block_is_reused_by_its_stream_at_once_and_by_others_later(
     driver: SimulatedDriver, context: Context
 ) -> None:
     first, second = driver.stream(), driver.stream()
@@ -146,7 +146,7 @@ def test_a_freed_block_is_its_streams_at_once_and_others_later(
     other = driver.get("cuMemAllocAsync", 2 * MIB, second)
     assert other != block
     assert driver.get("cuMemAllocAsync", 2 * MIB, first) == block
-    # The pending free was for the first life of the block.
+    # The pending free belongs to the first allocation of the block.
     context.synchronize()
     driver.call("cuMemcpyHtoD_v2", block, ctypes.c_char_p(b"12345678"), 8)
     driver.call("cuMemFreeAsync", block, first)
@@ -154,7 +154,7 @@ def test_a_freed_block_is_its_streams_at_once_and_others_later(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_block_of_a_pool_may_be_freed_as_any_other(driver: SimulatedDriver) -> None:
+def test_a_block_of_a_pool_may_be_freed_like_any_other(driver: SimulatedDriver) -> None:
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     driver.call("cuMemFree_v2", driver.get("cuMemAllocAsync", MIB, 0))
     assert pool_value(driver, pool, USED) == 0
@@ -164,7 +164,7 @@ def test_a_block_of_a_pool_may_be_freed_as_any_other(driver: SimulatedDriver) ->
 
 
 @pytest.mark.usefixtures("context")
-def test_an_application_makes_pools(driver: SimulatedDriver) -> None:
+def test_an_application_can_create_pools(driver: SimulatedDriver) -> None:
     pool = new_pool(driver, most=64 * MIB)
     block = driver.get("cuMemAllocFromPoolAsync", 40 * MIB, pool, 0)
     assert held(driver) == pool_value(driver, pool, RESERVED) == 64 * MIB
@@ -185,7 +185,7 @@ def test_an_application_makes_pools(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_pools_are_named_by_location(driver: SimulatedDriver) -> None:
+def test_pools_are_selected_by_location(driver: SimulatedDriver) -> None:
     device = (ctypes.c_int * 2)(DEVICE, 1)
     pool = new_pool(driver, location=1)
     driver.call("cuMemSetMemPool", device, PINNED, pool)
@@ -206,7 +206,7 @@ def test_a_pool_of_the_host_takes_nothing(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pool_that_cannot_grow_is_out_of_memory(driver: SimulatedDriver) -> None:
+def test_a_pool_that_cannot_grow_reports_out_of_memory(driver: SimulatedDriver) -> None:
     address = ctypes.byref(ctypes.c_uint64())
     driver.allocate(TOTAL - 63 * MIB)
     driver.get("cuMemAllocAsync", 1, 0)
@@ -223,7 +223,7 @@ def test_memory_of_pools_ends_with_the_last_context(driver: SimulatedDriver, gpu
     kept = driver.get("cuMemAllocAsync", MIB, 0)
     driver.get("cuMemAllocAsync", 32 * MIB, 0)
     second.burn(1000 * MS)
-    driver.call("cuMemFreeAsync", kept, 0)  # waits there for the kernel
+    driver.call("cuMemFreeAsync", kept, 0)  # the free waits in the stream for the kernel
     assert simgpu.status(gpu).used == 64 * MIB
     driver.call("cuCtxDestroy_v2", first.handle)
     assert pool_value(driver, pool, USED) == MIB
@@ -313,7 +313,7 @@ def test_a_failed_creation_gives_its_reason(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_only_whole_memory_is_mapped_and_unmapped(driver: SimulatedDriver) -> None:
+def test_only_whole_allocations_are_mapped_and_unmapped(driver: SimulatedDriver) -> None:
     first, second = create(driver, 4 * MIB), create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 8 * MIB, 0, 0, 0)
     assert driver.try_call("cuMemMap", base, 2 * MIB, 0, first, 0) == NOT_SUPPORTED
@@ -331,7 +331,7 @@ def test_only_whole_memory_is_mapped_and_unmapped(driver: SimulatedDriver) -> No
 
 
 @pytest.mark.usefixtures("context")
-def test_mappings_that_touch_are_one_memory_once_access_is_set(driver: SimulatedDriver) -> None:
+def test_adjacent_mappings_are_accessed_as_one_once_access_is_set(driver: SimulatedDriver) -> None:
     base = driver.get("cuMemAddressReserve", 4 * MIB, 0, 0, 0)
     for at in (base, base + 2 * MIB):
         driver.call("cuMemMap", at, 2 * MIB, 0, create(driver, 2 * MIB), 0)
@@ -359,7 +359,7 @@ def test_unmapping_waits_for_the_work_before_it(driver: SimulatedDriver, context
 
 
 @pytest.mark.usefixtures("context")
-def test_a_mapping_has_its_handle(driver: SimulatedDriver) -> None:
+def test_a_mapping_leads_to_its_handle(driver: SimulatedDriver) -> None:
     handle = create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
     driver.call("cuMemMap", base, 2 * MIB, 0, handle, 0)
@@ -469,7 +469,7 @@ def test_a_pointer_has_attributes_of_its_target(driver: SimulatedDriver, context
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pointer_into_nothing_is_no_pointer(driver: SimulatedDriver) -> None:
+def test_a_pointer_to_no_allocation_is_refused(driver: SimulatedDriver) -> None:
     value = ctypes.byref(ctypes.c_uint64())
     address = driver.allocate(4 * MIB)
     driver.call("cuMemFree_v2", address)
@@ -1014,7 +1014,7 @@ def test_a_graph_that_does_not_fit_is_not_launched(driver: SimulatedDriver) -> N
     assert driver.try_call("cuGraphAddMemFreeNode", node, stranger, None, 0, address) == 1
 
 
-# Death
+# The end of processes
 
 
 HOLDER = """

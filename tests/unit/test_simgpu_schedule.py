@@ -40,7 +40,7 @@ def fill(context: Context, n: int, duration: int = MS) -> None:
         context.burn(duration)
 
 
-def test_a_context_alone_pays_nothing(driver: SimulatedDriver, gpu: Path) -> None:
+def test_a_context_alone_pays_for_no_switch(driver: SimulatedDriver, gpu: Path) -> None:
     fill(driver.context(), 50)
     driver.set_clock(20 * MS)
     assert busy(gpu) == [20 * MS]
@@ -50,7 +50,7 @@ def test_a_context_alone_pays_nothing(driver: SimulatedDriver, gpu: Path) -> Non
     assert (status.contexts[0].completed, status.contexts[0].pending) == (50, 0)
 
 
-def test_a_context_that_comes_back_to_an_idle_gpu_pays_nothing(
+def test_a_context_that_comes_back_to_an_idle_gpu_pays_for_no_switch(
     driver: SimulatedDriver, gpu: Path
 ) -> None:
     context = driver.context()
@@ -77,7 +77,7 @@ def test_two_busy_contexts_share_evenly_less_the_switches(
     assert [context.slices for context in status.contexts] == [24, 24]
 
 
-def test_kernel_length_does_not_matter_to_the_slices(driver: SimulatedDriver, gpu: Path) -> None:
+def test_slices_do_not_depend_on_the_length_of_kernels(driver: SimulatedDriver, gpu: Path) -> None:
     fill(driver.context(), 600, MS // 10)
     fill(driver.context(), 2, 70 * MS)
     driver.set_clock(100 * MS)
@@ -129,7 +129,7 @@ def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: SimulatedDriver
     assert driver.clock() == 3_130_000
 
 
-def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: SimulatedDriver) -> None:
+def test_a_later_newcomer_waits_for_a_whole_slice(driver: SimulatedDriver) -> None:
     """On an H200, a newcomer does not interrupt the last slice of a longer stretch of work."""
     first, second = driver.context(), driver.context()
     fill(first, 100)
@@ -172,7 +172,9 @@ def test_the_queue_holds_1024_commands_and_then_blocks(driver: SimulatedDriver) 
     assert driver.clock() == 2 * MS
 
 
-def test_slices_and_switches_are_the_devices(library: SimulatedDriver, tmp_path: Path) -> None:
+def test_the_lengths_of_slices_and_switches_are_set_by_device(
+    library: SimulatedDriver, tmp_path: Path
+) -> None:
     gpu = simgpu.create(tmp_path, slice_us=1000, switch_us=500, virtual_clock=True)[0]
     with library.attached(tmp_path) as driver:
         for context in (driver.context(), driver.context()):
@@ -206,7 +208,7 @@ def test_the_same_seed_and_arrivals_give_the_same_history(
     assert first != trace(library, tmp_path / "4", seed=8, steps=1)
 
 
-def test_two_devices_have_times_of_their_own(library: SimulatedDriver, tmp_path: Path) -> None:
+def test_two_devices_have_separate_clocks(library: SimulatedDriver, tmp_path: Path) -> None:
     paths = simgpu.create(tmp_path, devices=2, virtual_clock=True)
     with library.attached(tmp_path) as driver:
         fill(driver.context(0), 10)

@@ -220,7 +220,7 @@ def test_a_touched_driver_keeps_its_generation_with_new_times(host):
     assert names == {first.generation, "current"}
 
 
-def test_a_damaged_generation_is_set_aside_and_made_again(host):
+def test_a_damaged_generation_is_set_aside_and_recreated(host):
     first = run(host).manifest
     put(host / "out" / first.generation / "lib64/libcuda.so.1", b"something else")
     assert run(host).changed
@@ -370,7 +370,7 @@ def require_whole_sets(host, manifest):
     return manifest
 
 
-def test_an_output_that_cannot_be_written_is_one_line(host):
+def test_an_output_that_cannot_be_written_is_reported_in_one_line(host):
     put(host / "out", b"a file")
     with pytest.raises(
         MirrorError, match=r"out: File exists; move it away, or name another directory"

@@ -27,7 +27,7 @@ def elf(
     program: bool = False,
     interpreter: str | None = None,
 ) -> bytes:
-    """Compile a library (or a program) and return its bytes; `tag` makes two of them differ."""
+    """Compile a library (or a program) and return its bytes; files with different tags differ."""
     with tempfile.TemporaryDirectory() as work:
         source, made = Path(work, "a.c"), Path(work, "a.so")
         text = (NOTE if simulated else "") + f'const char tag[] = "{tag}";'
@@ -118,7 +118,7 @@ def put_control(directory: Path) -> Path:
 
 
 def tree(directory: Path) -> dict[str, str]:
-    """Return what is below a directory: a link's text, else the octal mode."""
+    """Return the entries below a directory: a link's target, or the mode in octal, by name."""
     found = {}
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))

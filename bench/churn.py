@@ -1,7 +1,7 @@
 """Measures whether guarantees hold while containers come and go.
 
 `python -m bench.churn` starts containers of random shares and kinds of work beside one that always
-has work, the witness. Some end by themselves, others by SIGKILL. With --kills the governor
+has work, the witness. Some end on their own, others by SIGKILL. With --kills the governor
 is killed as well, every 20 s. From the stamps of each container it computes the share that the
 container was delivered in its life and the longest time for which it waited for the GPU. It writes
 churn.json.
@@ -83,13 +83,13 @@ class Visit:
     tenant: ArmContainer
     container: Running
     killed_at: float | None
-    """Time at which it is killed, in seconds of the monotonic clock; None if it ends by itself."""
+    """Time at which it is killed, in seconds of the monotonic clock; None if it ends on its own."""
     begun: float | None = None
     status: int | None = None
     killed: bool = field(default=False)
 
     def begin(self) -> None:
-        """Let it begin to work as soon as it is set up."""
+        """Let the container begin to work once it is set up."""
         if self.begun is None and (self.container.out / "begin.ready").exists():
             (self.container.out / "begin").touch()
             self.begun = time.monotonic()
@@ -97,7 +97,7 @@ class Visit:
                 self.killed_at += self.begun
 
     def end(self, node: BenchNode) -> bool:
-        """Kill it if it is due; return whether it has ended."""
+        """Kill the container if that is due; return whether it has ended."""
         is_due = self.begun is not None and self.killed_at is not None and not self.killed
         if is_due and time.monotonic() >= (self.killed_at or 0):
             self.killed = True
@@ -186,7 +186,7 @@ def describe(
 
 
 def measure(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
-    """Run containers for the requested time; return what became of them."""
+    """Run containers for the requested time; return the measurements."""
     kinds = {
         name: tenant
         for name, tenant in KINDS.items()

@@ -46,7 +46,7 @@ class ControlLibraries:
 
 
 def read_control(directory: str | Path, read: Read = read_library) -> ControlLibraries:
-    """Read both libraries from `directory`; raise MirrorError if one is missing or another file."""
+    """Read both libraries from `directory`; raise MirrorError if one is missing or invalid."""
     return ControlLibraries(
         _read(Path(directory) / CUDA, read), _read(Path(directory) / NVML, read)
     )

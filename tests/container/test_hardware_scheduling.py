@@ -158,7 +158,7 @@ def test_a_changed_quota_takes_effect(node: BenchNode) -> None:
 
 
 def test_kernels_of_any_length_are_interrupted(node: BenchNode) -> None:
-    """Units take 50 ms: at the launch, a tenth of a second could not be divided at all."""
+    """Units take 50 ms: gated launches could not divide a tenth of a second at all."""
     long = work(node, 30, 30, "--unit-us", "50000")
     short = work(node, 60, 60)
     begin(long, short)

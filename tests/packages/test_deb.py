@@ -58,7 +58,7 @@ def image(node: PackageNode, tmp_path: Path, build_dir: Path) -> Path:
     return workload_image(node, tmp_path, build_dir)
 
 
-def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it(
+def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     node: PackageNode, deb: Path, image: Path
 ) -> None:
     newer = package("deb", version=NEWER)
@@ -173,7 +173,9 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     assert left == set()
 
 
-def test_the_lintian_of_the_release_has_no_error_for_it(node: PackageNode, deb: Path) -> None:
+def test_the_lintian_of_the_release_has_no_error_for_the_package(
+    node: PackageNode, deb: Path
+) -> None:
     """The lintian of a newer release knows rules that the lintian of the release that builds the package does not
     know.
     """

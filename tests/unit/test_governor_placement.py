@@ -84,13 +84,13 @@ def test_a_pair_below_one_switch_is_nearer_than_one_across_sockets() -> None:
     assert node.start(compute=100, count=2) == [4, 5]  # 1 and 2 are free as well, and on one socket
 
 
-def test_four_are_taken_from_one_socket() -> None:
+def test_four_gpus_are_taken_from_one_socket() -> None:
     node = PlacementNode(8, two_sockets())
     node.start(compute=100, devices=1)
     assert node.start(compute=100, count=4) == [4, 5, 6, 7]
 
 
-def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
+def test_one_gpu_is_taken_from_a_group_that_is_already_in_use() -> None:
     node = PlacementNode(8, two_sockets())
     assert node.start(compute=60) == [0]
     assert node.start(compute=60) == [1]  # GPU 0 has no room
@@ -145,7 +145,7 @@ def test_the_numa_node_decides_where_nothing_else_is_known() -> None:
     assert node.start(compute=100, count=2) == [1, 3]
 
 
-def test_where_nothing_is_known_it_packs() -> None:
+def test_where_nothing_is_known_containers_are_packed() -> None:
     node = PlacementNode(3, Topology())
     node.start(compute=30, devices=1)
     assert node.start(compute=30) == [1]
@@ -232,7 +232,9 @@ def test_a_node_of_many_gpus_is_served_as_well() -> None:
         ({"compute": 40, "count": 4}, ([2, 3, 4, 5], [0, 1, 2, 6], [0, 1, 2, 3])),
     ],
 )
-def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int], ...]) -> None:
+def test_the_example_of_the_manual_holds(
+    wanted: dict[str, object], chosen: tuple[list[int], ...]
+) -> None:
     for policy, expected in zip(("spread", "pack", "topology"), chosen, strict=True):
         node = PlacementNode(8, two_sockets(), policy)
         for gpu in (0, 1, 6):
@@ -515,8 +517,8 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
                 else:
                     assert chosen == sorted(set(chosen))
                     assert len(chosen) == wanted.get("count", 1)
-                # Compare what is left of each GPU before and after: exactly the quota less, on the
-                # chosen ones only.
+                # What is left decreases by exactly the quota on the chosen GPUs, and by nothing on
+                # the others.
                 for old, new in zip(before["gpus"], allocations.describe()["gpus"], strict=True):
                     part = int(new["index"] in chosen)
                     assert old["memory_left"] - new["memory_left"] == part * quota.memory

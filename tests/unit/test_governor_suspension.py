@@ -1,6 +1,6 @@
 """Suspending and resuming containers: the driver's calls in their order, and what an error leaves.
 
-The driver is played here; tests/container/test_suspension.py uses the simulated GPU's.
+The driver is a fake here; tests/container/test_suspension.py uses that of the simulated GPU.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_if_a_process_cannot_be_suspended_all_run_again(
     assert '{"undone": true}' in capsys.readouterr().out
 
 
-def test_if_a_process_cannot_be_resumed_either_both_errors_are_said(
+def test_if_a_process_cannot_be_resumed_either_both_errors_are_reported(
     alive: dict[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = alive
@@ -139,7 +139,7 @@ def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
     driver.states[one] = checkpoint_work.FAILED
     with pytest.raises(CheckpointError, match=f"process {one}: it failed permanently"):
         Checkpointing(driver, alive).resume()  # type: ignore[arg-type]
-    assert driver.states[two] == RUNNING  # all the same
+    assert driver.states[two] == RUNNING  # although the other one has failed
     with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt failed"):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
     assert driver.states[two] == RUNNING
@@ -304,7 +304,7 @@ def test_if_the_calls_end_without_a_result_the_container_stays_suspended(
     governed(directory, build_dir, story)
 
 
-def test_a_container_that_ends_meanwhile_is_no_error_for_others(
+def test_the_suspension_of_a_container_that_ends_is_refused(
     directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = directory / "over"
@@ -336,7 +336,10 @@ BUSY = {"error": "process 1: its work did not end within 1 s", "busy": True}
 def test_work_that_waits_for_other_work_of_the_container_gets_several_attempts(
     directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container that is stopped in the middle of a collective cannot end it; it runs on for a moment."""
+    """A container that is stopped in the middle of a collective operation cannot end the operation.
+
+    So the container is allowed to run for a moment between two attempts.
+    """
     answers = [said({"undone": True}, BUSY)] * 2 + [said({"pid": 1}, {"pid": 2}, {"done": True})]
     waits: list[int] = []
     paused: list[bool] = []

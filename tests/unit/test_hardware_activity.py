@@ -103,7 +103,7 @@ def full_of_8(ms):
     return [Full(8, 40 * MS, 0)] if ms % 100 == 80 else []
 
 
-def test_pauses_are_not_those_of_a_process_whose_turns_end_with_their_slice():
+def test_pauses_are_not_attributed_to_a_process_whose_turns_end_with_their_slice():
     first, second = halves()
     charged = play({7: lambda ms: first(ms) / 3, 8: second}, {7: first, 8: second}, full=full_of_8)
     assert sum(charged[7][100:]) == pytest.approx(200, abs=15)
@@ -146,7 +146,7 @@ def test_when_samples_stop_time_is_charged_in_full_again():
     assert charged[-100:] == [20] * 100
 
 
-def test_a_missed_sample_leaves_the_charge():
+def test_a_missed_sample_leaves_the_charge_unchanged():
     activity = Activity(0)
     for at in range(20, 1001, 20):
         assert activity.step(at * MS, {7: 20 * MS}, None)[7] == 20 * MS

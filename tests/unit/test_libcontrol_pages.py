@@ -90,7 +90,7 @@ def test_a_device_out_of_bounds_is_an_error(ledger: mmap.mmap, device: int) -> N
             call()
 
 
-def test_all_places_are_inside_their_page_and_apart() -> None:
+def test_all_places_are_inside_their_page_and_do_not_overlap() -> None:
     last = layout.grant_device(layout.N_DEVICES - 1) + layout.GRANT_DEVICE.size
     assert last <= layout.GRANT_SIZE
     slots = [pages.slot_base(i) for i in range(layout.N_SLOTS)]
@@ -102,7 +102,7 @@ def test_all_places_are_inside_their_page_and_apart() -> None:
         assert base + 32 <= first < end <= base + layout.LEDGER_SLOT.size
 
 
-def test_a_grant_page_as_the_governor_fills_it(grant: mmap.mmap) -> None:
+def test_a_grant_page_is_initialised(grant: mmap.mmap) -> None:
     device: dict[str, int | bytes] = {"uuid": UUID, "memory_limit": 3 << 30, "compute": 300_000}
     pages.init_grant(
         grant, settings={"spin_ns": 250_000}, devices=[device, {**device, "compute": 1}]
@@ -120,7 +120,7 @@ def test_a_grant_page_as_the_governor_fills_it(grant: mmap.mmap) -> None:
         assert pages.read(grant, base, "grant_device", "deadline_ns") == 0  # closed
 
 
-def test_a_ledger_as_the_governor_fills_it(ledger: mmap.mmap) -> None:
+def test_a_ledger_is_initialised(ledger: mmap.mmap) -> None:
     assert ledger[:8] == b"TDGLEDGR"
     assert pages.read(ledger, 0, "ledger_header", "version") == layout.VERSION
     assert pages.read(ledger, 0, "ledger_header", "size") == layout.LEDGER_SIZE
@@ -134,7 +134,7 @@ def charge(ledger: mmap.mmap, slot: int, device: int, amount: int, *, state: int
     pages.write(ledger, base, "ledger_device", "memory", amount)
 
 
-def test_the_sum_is_of_one_device_over_the_slots_in_use(ledger: mmap.mmap) -> None:
+def test_a_sum_covers_one_device_of_the_slots_in_use(ledger: mmap.mmap) -> None:
     charge(ledger, 0, 0, 5)
     charge(ledger, 0, 1, 100)
     charge(ledger, layout.N_SLOTS - 1, 0, 7)
@@ -210,7 +210,7 @@ def reordering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("reordering")
-def test_nothing_of_the_usage_part_is_stored_outside_of_its_odd_sequence(
+def test_the_usage_part_is_stored_only_while_its_sequence_is_odd(
     grant_file: mmap.mmap,
 ) -> None:
     seen: list[tuple[int, ...]] = []
@@ -228,7 +228,7 @@ def test_nothing_of_the_usage_part_is_stored_outside_of_its_odd_sequence(
 
 
 @pytest.mark.usefixtures("reordering")
-def test_a_magic_number_is_stored_behind_a_fence(ledger: mmap.mmap, grant: mmap.mmap) -> None:
+def test_a_magic_number_is_stored_after_a_fence(ledger: mmap.mmap, grant: mmap.mmap) -> None:
     ledger[:] = bytes(layout.LEDGER_SIZE)
     seen: list[bytes] = []
     pages.use_fence(lambda: seen.append(grant[:16] + ledger[:16]))
@@ -256,7 +256,7 @@ def test_a_reader_reads_in_the_order_of_its_fields(ledger: mmap.mmap) -> None:
     assert read(ledger, base) == [0, 0, 2]
 
 
-def test_a_machine_that_keeps_the_order_makes_no_call(
+def test_a_machine_that_keeps_the_order_needs_no_fence(
     ledger: mmap.mmap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_REORDERS", False)

@@ -136,7 +136,7 @@ def test_a_file_without_handlers_gets_runc_as_well_and_one_with_another_does_not
     assert set(handlers(text(root, CONFIG), V2)) == {"crun", "tidegate"}
 
 
-def test_another_runtime_of_the_default_handler_is_named(root, capsys):
+def test_another_runtime_of_the_default_handler_is_reported(root, capsys):
     content = (
         f"version = 3\n[plugins.'{V3}'.containerd]\ndefault_runtime_name = 'x'\n"
         f"[plugins.'{V3}'.containerd.runtimes.x]\nruntime_type = 'io.containerd.runc.v2'\n"
@@ -145,7 +145,7 @@ def test_another_runtime_of_the_default_handler_is_named(root, capsys):
     put(root, CONFIG, content)
     setup(root, "containerd", "--dry-run")
     assert "write `runtime /usr/bin/crun` to /etc/tidegate/runtime" in capsys.readouterr().out
-    # With NVIDIA's runtime, the driver would be entered a second time.
+    # NVIDIA's runtime would add the driver a second time.
     put(root, CONFIG, content.replace("crun", "nvidia-container-runtime"))
     setup(root, "containerd", "--dry-run")
     assert "note:" not in capsys.readouterr().out
@@ -356,7 +356,7 @@ def test_the_driver_of_control_groups_is_that_of_another_handler_where_the_defau
     assert ours.get("SystemdCgroup", False) is systemd
 
 
-def test_the_table_of_containerd_1_for_its_default_counts(root):
+def test_the_table_of_containerd_1_for_its_default_is_used(root):
     content = NODE2.replace('    default_runtime_name = "runc"\n', "").replace(
         "containerd.runtimes.runc", "containerd.default_runtime"
     )
@@ -409,7 +409,7 @@ def test_runc_stays_if_other_handlers_were_added(root):
     assert tomllib.loads(text(root, CONFIG)) == {"version": 2, "grpc": {}}
 
 
-def test_an_edited_drop_in_and_edited_imports(root):
+def test_undo_keeps_edits_of_a_drop_in_and_of_imports(root):
     put(root, CONFIG, 'version = 3\nimports = ["/x.toml"]\n')
     setup(root, "containerd")
     put(
@@ -509,7 +509,7 @@ def test_a_base_spec_is_containerds_default_with_the_hook_and_without_what_cri_t
     done = snapshot(root)
     assert setup(root, "containerd", "--base-spec") == 0
     assert snapshot(root) == done
-    # After an upgrade of containerd, only the spec is written anew.
+    # After an upgrade of containerd, only the spec is written again.
     said["ctr"] = json.dumps({**default, "ociVersion": "1.2.0"})
     assert setup(root, "containerd", "--base-spec") == 0
     assert json.loads(text(root, SPEC))["ociVersion"] == "1.2.0"

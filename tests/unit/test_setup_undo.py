@@ -140,7 +140,7 @@ def round_trip(engine, path, content, *words):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(daemons(), st.booleans())
-def test_daemon_json(content, default):
+def test_setup_and_undo_of_any_daemon_json(content, default):
     between = round_trip("docker", DAEMON, content, *(["--default"] if default else []))
     before = jsontext.parse(content)
     expected = {
@@ -164,7 +164,7 @@ def test_daemon_json(content, default):
 @example("version=2")
 @example("version = 3 # no newline")
 @example('version = 3\n"imports" = [ # ]\n] # c')
-def test_config_toml(content):
+def test_setup_and_undo_of_any_config_toml(content):
     between = round_trip("containerd", CONFIG, content)
     before, after = tomllib.loads(content), tomllib.loads(between)
     if before["version"] == 2:
@@ -183,7 +183,7 @@ def test_config_toml(content):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(daemons())
-def test_a_member_that_is_taken_out_leaves_what_was_put_beside_it(content):
+def test_a_member_that_is_removed_leaves_what_was_added_beside_it(content):
     added = jsontext.put(content, ("runtimes", "tidegate"), {"path": "/x"})
     more = jsontext.put(added, ("live-restore",), {"later": [True]})
     rest = jsontext.parse(jsontext.drop(more, ("runtimes", "tidegate")))
@@ -193,7 +193,7 @@ def test_a_member_that_is_taken_out_leaves_what_was_put_beside_it(content):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(configs())
-def test_tables_that_are_taken_out_leave_what_was_put_behind_them(content):
+def test_tables_that_are_removed_leave_what_was_added_after_them(content):
     block = "# ours\n[plugins.x.containerd.runtimes.tidegate]\na = 1\n  [plugins.x.containerd.runtimes.tidegate.options]\n"
     later = "# theirs\n[plugins.y]\nb = '''\n[plugins.x.containerd.runtimes.tidegate]\n'''\n"
     text = tomltext.append(tomltext.append(content, block), later)
@@ -207,7 +207,7 @@ def test_tables_that_are_taken_out_leave_what_was_put_behind_them(content):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(configs())
-def test_an_element_that_is_taken_out_leaves_the_others(content):
+def test_an_element_that_is_removed_leaves_the_others(content):
     text = tomltext.add_element(tomltext.add_element(content, "imports", "a b"), "imports", "c")
     rest = tomltext.drop_element(text, "imports", "a b")
     before = tomllib.loads(content)
@@ -219,7 +219,7 @@ def test_an_element_that_is_taken_out_leaves_the_others(content):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.binary(max_size=60) | words.map(str.encode), st.sampled_from([DAEMON, CONFIG]))
-def test_whatever_is_in_a_file_ends_in_a_line_and_not_in_a_trace(content, path):
+def test_any_content_of_a_file_is_set_up_or_refused_in_one_line(content, path):
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         put_programs(root)

@@ -111,7 +111,7 @@ def test_the_page_shows_what_containers_have(served: Served, page: BrowserPage) 
     assert page.call("Network.getAllCookies")["cookies"] == []
 
 
-def test_the_page_keeps_up_and_a_new_governor_begins_anew(
+def test_the_page_stays_up_to_date_and_starts_afresh_with_a_new_governor(
     served: Served, page: BrowserPage
 ) -> None:
     one = admit(served, "one")
@@ -367,7 +367,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Bro
     assert page.evaluate("getComputedStyle(document.querySelector('bdi')).unicodeBidi") == "isolate"
 
 
-def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: BrowserPage) -> None:
+def test_the_browser_runs_only_the_pages_own_code(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 1.0))
     open_page(page, served, 1)
@@ -665,7 +665,7 @@ CONTRAST = """
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 360])
-def test_it_is_legible_in_light_and_dark_wide_and_narrow(
+def test_the_page_is_legible_in_light_and_dark_wide_and_narrow(
     served: Served, page: BrowserPage, scheme: str, width: int
 ) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")

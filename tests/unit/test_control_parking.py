@@ -335,7 +335,7 @@ def test_memory_freed_during_a_capture_is_released_after_it(
         "stream = driver.get('cuStreamCreate', 1); driver.call('cuStreamBeginCapture_v2', stream, 2)"
     )
     agent.run("driver.call('cuMemFree_v2', blocks[1])")
-    # To release it would have been a synchronisation, which invalidates the capture.
+    # Releasing it would have been a synchronisation, which invalidates the capture.
     assert agent.seen == CONTEXT + 24 * MIB
     assert agent.charged == 24 * MIB
     assert node.report(agent, "movable") == 16 * MIB

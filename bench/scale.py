@@ -58,7 +58,7 @@ def points() -> list[tuple[Scenario, ClusterPolicy]]:
 def summary(
     scenario: Scenario, arm: ClusterPolicy, outcome: SimulationOutcome, seconds: float
 ) -> dict[str, Any]:
-    """Return a run in the form of the file."""
+    """Return a run as the file stores it."""
     return {
         "scenario": asdict(scenario),
         "arm": arm.name,

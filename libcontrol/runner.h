@@ -13,8 +13,8 @@ struct runner_config {
 };
 
 /* How long a container waited for its grants, from when it was seen to want the GPU. The first
- * count is of waits of at most RUNNER_WAIT_LEAST_NS, each further one of waits up to twice as long,
- * and the last one of all longer waits. */
+ * count includes waits of at most RUNNER_WAIT_LEAST_NS; the bound doubles with each further count,
+ * and the last count includes all longer waits. */
 #define RUNNER_WAIT_LEAST_NS 250000u
 #define RUNNER_N_WAITS       14
 

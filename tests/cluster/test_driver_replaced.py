@@ -48,8 +48,8 @@ class Stream:
 
 
 def during(cluster: RealCluster, seconds: float, *, upgrade: bool) -> list[float]:
-    """Return how long each pod created during `seconds` seconds, and during an upgrade before them if requested,
-    took to be ready.
+    """Return the time, in seconds, until each pod was ready that was created within `seconds`
+    seconds, or during the upgrade that precedes them if one is requested.
     """
     stream, end = Stream(cluster), threading.Event()
     failed: list[BaseException] = []

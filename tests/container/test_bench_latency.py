@@ -63,7 +63,7 @@ def test_several_services_share_the_requests(require, build_dir: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_guarantees_that_are_asked_for_have_an_arm_each(
+def test_each_requested_guarantee_has_an_arm(
     require, build_dir: Path, tmp_path: Path
 ) -> None:
     require("runc")

@@ -62,7 +62,7 @@ def states(found: dict[str, list[dict[str, Any]]], check: str) -> list[str]:
     return [one["state"] for one in found[check]]
 
 
-def test_a_running_node_has_no_faults_in_what_is_set_up(node: BenchNode) -> None:
+def test_a_running_node_has_no_faults_in_the_parts_that_are_set_up(node: BenchNode) -> None:
     found = look(node)
     for check in (
         "kernel.calls",
@@ -126,12 +126,12 @@ def test_changes_of_a_node_are_reported(node: BenchNode) -> None:
 
 
 def test_without_root_doctor_reports_what_it_cannot_see(node: BenchNode) -> None:
-    # A user can read this: the configuration, in a directory that the user may enter.
+    # A copy of the configuration, in a directory that an unprivileged user may enter.
     config = Path("/run") / f"tidegate-doctor-{os.getpid()}.yaml"
     config.write_text((node.work / "config.yaml").read_text())
     config.chmod(0o644)
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(config)]
-    # The checkout may be in a directory that only root may enter, so the user sees it in another place.
+    # The checkout may be in a directory that only root may enter, so it is mounted on /mnt as well.
     enter = f'mount --bind "$0" /mnt && cd /mnt && exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups "$@"'
     python = Path(sys.executable)
     if python.is_relative_to(ROOT):
@@ -172,7 +172,7 @@ def test_device_nodes_as_the_driver_makes_them_are_right(host: Host) -> None:
     assert host.check("driver.nodes") == ["ok: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0"]
 
 
-def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
+def test_device_nodes_with_other_numbers_are_wrong(host: Host) -> None:
     (host.root / "dev/nvidia0").unlink()
     os.mknod(host.root / "dev/nvidia0", 0o666 | stat.S_IFCHR, os.makedev(195, 7))
     assert host.check("driver.nodes")[0] == (
@@ -218,7 +218,7 @@ def test_events_shows_the_line_of_a_failed_start(
     assert "tidegate: " in show_output(refused)
     assert cli.main(["events", "--log", log, "--container", refused.identifier]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    # The event contains what the user was shown, word for word.
+    # The event contains the message that the user saw, word for word.
     assert f"governor request-refused {refused.identifier}: refused: " in line
     shown = next(x for x in show_output(refused).splitlines() if "tidegate: " in x)
     assert line.partition("refused: ")[2].partition(";")[0] in shown
@@ -259,7 +259,7 @@ def test_events_finds_what_the_hook_wrote_to_a_real_journal() -> None:
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # The line without its time, which the hook has set.
+    # The lines without their times, which the hook has set.
     lines = [line.partition("Z ")[2].strip() or line for line in done.stdout.splitlines()]
     failed = "hook     failed 4f3a: image: no glibc; take another"
     assert lines == [

@@ -123,7 +123,7 @@ def assert_governed(ran: ContainerResult, library: str = "") -> None:
 
 
 def ldconfig(bundle: DiskBundle, *directories: str) -> None:
-    """Make the image's cache; `directories`, if given, are the only additional ones."""
+    """Write the image's ld.so.cache, with these directories besides the loader's own."""
     (bundle.rootfs / "etc/ld.so.conf").write_text("".join(f"/{d}\n" for d in directories))
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
 
@@ -219,7 +219,9 @@ def test_a_driver_of_the_images_own_comes_after_ours(
 def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
-    """Nothing in config.json names it; a script of the image does, or `exec` with an environment."""
+    """Nothing in config.json names the directory; a script of the image does, or `exec` with an
+    environment.
+    """
     bundle = make(
         "/usr/bin/env", f"LD_LIBRARY_PATH=/{COMPAT}", "/usr/bin/ask", str(3 * GIB), str(GIB)
     )
@@ -253,8 +255,8 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
 def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime, below: str
 ) -> None:
-    """Loaders up to glibc 2.36 search there; the directory that LD_LIBRARY_PATH names has no driver
-    itself.
+    """Loaders up to glibc 2.36 search these subdirectories. The directory that LD_LIBRARY_PATH
+    names does not itself contain a driver.
     """
     bundle = make()
     own_driver(bundle, site, f"opt/app/lib/{below}")
@@ -301,7 +303,8 @@ def test_a_driver_where_a_loader_looks_before_ours_is_refused(
         compile_c(ASK_C, bundle.rootfs / "opt/ask", "-ldl", "-Wl,-rpath,$ORIGIN/app/lib")
     own_driver(bundle, site, f"{directory}/glibc-hwcaps/{level}")
     if place == "cache":
-        # The image's cache leads there, too; but it is LD_LIBRARY_PATH that cannot be governed.
+        # The image's cache leads there, too. The hook could replace the cache, but it cannot govern
+        # the search along LD_LIBRARY_PATH.
         ldconfig(bundle, directory)
     environment(bundle, f"/{directory}")
     ran = runtime.run(bundle)

@@ -1,4 +1,4 @@
-"""Tests of vdriver.plan: the text of a generation's plan, from a driver made of values."""
+"""Tests of vdriver.plan: the description of a generation's plan, for drivers that exist only as objects."""
 
 import pytest
 

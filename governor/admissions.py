@@ -171,7 +171,7 @@ class Admissions:
     async def _wait_for_room(self, container: Container, member: Member) -> None:
         """Wait until a container that is never parked has its memory; otherwise refuse a member.
 
-        A container of which another member runs has it.
+        If another member has been confirmed, the container already has its memory.
         """
         others = (one for one in container.members if one is not member)
         if container.parking is not None or any(one.confirmed for one in others):

@@ -48,8 +48,8 @@ class Stream:
 
 
 def during(cluster: RealCluster, seconds: float, *, upgrade: bool) -> list[float]:
-    """Return the time, in seconds, until each pod was ready that was created within `seconds`
-    seconds, or during the upgrade that precedes them if one is requested.
+    """Create pods for `seconds` seconds, and during an upgrade before that if requested; return how
+    many seconds each of them took to be ready.
     """
     stream, end = Stream(cluster), threading.Event()
     failed: list[BaseException] = []

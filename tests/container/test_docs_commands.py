@@ -115,7 +115,7 @@ def chosen() -> list[ShellCommand]:
 
 
 def typed(command: ShellCommand) -> str:
-    """Return a command as this node's shell takes it."""
+    """Return the arguments of a command, quoted for the shell and with values of this node."""
     words = [word.strip("[]") if "[" in word or "]" in word else word for word in command.words[1:]]
     return " ".join(
         SUBSTITUTES.get(word, word if word.startswith("$") else shlex.quote(word)) for word in words

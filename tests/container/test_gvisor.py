@@ -73,7 +73,7 @@ def program(suite: str) -> str:
     return str(unpacked(suite) / "usr/bin/runsc")
 
 
-def test_the_hook_says_that_runsc_is_not_supported(
+def test_the_hook_reports_that_runsc_is_not_supported(
     node: HookNode, program: str, tmp_path: Path
 ) -> None:
     ran = Runsc(program, tmp_path / "state").run(node.bundle("true"))

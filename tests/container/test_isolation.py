@@ -1,4 +1,4 @@
-"""Containers that attack each other: no container can see, change or connect to what the governor has for another one.
+"""Containers that attack each other: no container can see, change or connect to what the governor keeps for another.
 A container that writes anything into its own ledger takes nothing from the others. The attacker is hostile.c, which
 runs as root of its container."""
 
@@ -105,8 +105,8 @@ def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None]:
-    """Like `as_attacker`, but also in another container's PID namespace, as in a pod that shares
-    it.
+    """Return the edit of `as_attacker` that also puts the process into another container's PID
+    namespace, as in a pod that shares it.
     """
     first = as_attacker(**process)
 
@@ -378,7 +378,7 @@ def test_nonsense_in_a_ledger_takes_nothing_from_other_containers(node: BenchNod
     page = (directory(node, hostile) / "grant").read_bytes()
     device = layout.grant_device(0)
     assert pages.read(page, device, "grant_device", "memory_limit") == 1 << 30
-    # Other containers can come and go meanwhile.
+    # Containers can still end and start.
     node.kill(hostile)
     wait_for(lambda: hostile.identifier not in node.list_containers(), "its end")
     late = start_worker(node, "late", compute="30", memory="1Gi")

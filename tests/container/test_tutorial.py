@@ -2,8 +2,8 @@
 
 There are two differences: nothing is built, and the container's program works for 8 s instead of 60.
 
-The shell sees the machine's files with a /run, a /var/lib and a /dev/shm of its own, so that the tutorial's
-paths are a node's. A change of the page changes the input of this test.
+The shell sees the machine's files, but has its own /run, /var/lib and /dev/shm, so the tutorial can use the paths of
+a node. A change of the page changes the input of this test.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
 END = "=== "
 
-# /run is private because container engines and Tidegate have directories there, and the others
-# because of what the page makes.
+# /run is private because container engines and Tidegate have directories there, the others because
+# the page creates files in them.
 OWN = "mount --make-rprivate / && for d in /run /var/lib /dev/shm; do mount -t tmpfs -o mode=755 tmpfs $d; done"
 
 
@@ -37,7 +37,7 @@ VARIES = {
     " 100 % timeslice": r" [0-9]+ % timeslice",
     '"units": 64000, "seconds": 60.0': r'"units": [0-9]+, "seconds": 8\.[0-9]+',
 }
-"""What the page shows that differs each time, and what may stand in its place."""
+"""Output on the page that differs each time, and the pattern that it has to match."""
 
 
 def headed() -> list[tuple[str, markdown.Fence]]:

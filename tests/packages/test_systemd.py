@@ -65,7 +65,7 @@ class InstalledRelease(BootedContainer):
         return json.dumps(document)
 
     def shell(self, line: str) -> str:
-        """Run a line of shell that succeeds."""
+        """Run a line of shell, which must succeed, and return its output."""
         return self.runc(
             "exec", self.name, "sh", "-ec", f"export {ENVIRONMENT}; {line}", timeout=300
         )

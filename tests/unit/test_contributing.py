@@ -25,11 +25,11 @@ def exists(name: str) -> bool:
 @pytest.mark.parametrize(
     "name", sorted({c for c in CODE if c.split("/")[0] in TOP and "ENGINE" not in c})
 )
-def test_a_path_in_the_text_is_there(name: str) -> None:
+def test_a_path_in_the_text_exists(name: str) -> None:
     assert name.startswith("build/") or exists(name)
 
 
-def test_tests_of_the_map_are_there() -> None:
+def test_tests_in_the_table_of_directories_exist() -> None:
     rows = [line for line in TEXT.splitlines() if re.match(r"\| `.*\| .*\|", line)]
     found = 0
     for row in rows:
@@ -42,7 +42,7 @@ def test_tests_of_the_map_are_there() -> None:
     assert found > 20
 
 
-def test_tests_that_are_named_are_there() -> None:
+def test_tests_that_commands_name_exist() -> None:
     named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", TEXT)
     assert named
     for path, test in named:
@@ -53,7 +53,7 @@ def test_tests_that_are_named_are_there() -> None:
         assert not test or test in names, f"{path}::{test}"
 
 
-def test_commands_of_make_are_its_targets() -> None:
+def test_make_commands_name_existing_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
     used = [

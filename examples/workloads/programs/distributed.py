@@ -11,7 +11,7 @@ from pathlib import Path
 # Host names do not resolve in every container, and all processes are on one host.
 for _name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
     os.environ.setdefault(_name, "lo")
-# One GPU has no use for multicast over NVLink, which machines with several may not allow.
+# With one GPU, NCCL needs no multicast over NVLink, which machines with several may not allow.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch  # noqa: E402 - after the environment that its libraries read

@@ -101,7 +101,7 @@ class RunnerConfig(ctypes.Structure):
 PREPARE_NS = 10_000_000
 """Time in nanoseconds, from the expected beginning of its grant, for which a container may prepare
 work on a GPU shared by MPS. It is longer than most delays of a grant, because a processor is kept
-busy in the last 2 ms of it."""
+busy in the last 2 ms of that time."""
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:

@@ -1,7 +1,7 @@
 """The shares of claims in the allocation table.
 
 A claim's memory counts as memory that may be parked, or as memory that stays on the GPU. Which of
-the two is decided when the claim is booked, and again by the container that uses it.
+the two is decided when the claim is booked, and again when a container uses it.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class ClaimShares:
     def use(self, shares: Sequence[tuple[Claim, ClaimShare]], capabilities: Iterable[str]) -> bool:
         """Return whether a container with these shares may be parked.
 
-        If it may not although a claim may, its memory counts as memory that stays until its end.
-        Raise RefusedError, and change nothing, if there is no room for that.
+        If it may not although its claim may, its memory counts as memory that stays on the GPU,
+        until the container ends. Raise RefusedError, and change nothing, if there is no room.
         """
         own = [_Entry(self._find(claim, share.device), claim, share) for claim, share in shares]
         before = [entry.quota for entry in own]
@@ -149,7 +149,7 @@ class ClaimShares:
     def release(self, claim: Claim, names: Collection[str]) -> None:
         """Count shares of a claim that no container uses as they were booked.
 
-        If the host has no room for all of them, they go on to count as memory that stays.
+        If the host has no room for all of them, they continue to count as memory that stays.
         """
         staying = [
             entry
@@ -245,7 +245,7 @@ class ClaimShares:
         return ""
 
     def _full(self, gpus: Iterable[GpuQuotas]) -> GpuQuotas | None:
-        """Return the first GPU whose memory that stays does not fit beside the largest other."""
+        """Return the first GPU whose staying memory leaves no room for the largest other quota."""
         for gpu in gpus:
             if gpu.memory_fixed + gpu.memory_parkable[0] > self._gpus.whole(gpu):
                 return gpu

@@ -278,8 +278,8 @@ class _Simulation:
     def fill(self) -> None:
         """Run as many pods at time 0 as in the steady state.
 
-        Long ones are more frequent (a length-biased distribution), and each has a random part of
-        its run time left.
+        Long-running pods are more frequent (a length-biased distribution), and each has a random
+        part of its run time left.
         """
         for _ in range(round(self.rate * MEAN_S)):
             shape = draw_shape(self.arrivals, self.kinds, self.weights)

@@ -155,7 +155,7 @@ def dump(value: Any, *, flow: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a shared value at each of its places, and indents sequences below their keys."""
+    """Writes a shared value wherever it occurs, and indents sequences below their keys."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -260,7 +260,7 @@ class _Editor:
         yield self.whole(node, new)
 
     def sequence(self, node: yaml.SequenceNode, old: list[Any], new: list[Any]) -> list[Edit]:
-        """Return the edits that remove items of a block sequence or append some; else none."""
+        """Return the edits that only remove or only append items; none if that is not enough."""
         dashes = []
         for child in node.value:
             start = self.at(child.start_mark)

@@ -37,7 +37,7 @@ static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double n
     return (uint64_t)at;
 }
 
-/* Returns the state of a container with several GPUs on this one. */
+/* Returns the state, on this GPU, of a container with several GPUs. */
 void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
                   struct arbiter_standing *standingp)
 {
@@ -74,7 +74,7 @@ void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
     }
 }
 
-/* Sets what a container with several GPUs may do on this one from now on. If another container
+/* Sets what a container with several GPUs may do on this GPU from now on. If another container
  * holds the GPU when the turn begins, its grant is cut short. */
 void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_turn *turn,
                   uint64_t now)

@@ -98,7 +98,7 @@ static void primary_ends(CUdevice dev)
     }
 }
 
-/* Counts one reference fewer. It may be one that this library has not counted. */
+/* Counts one reference fewer. The reference may be one that this library has not counted. */
 static void primary_uncount(int device)
 {
     uint32_t *np = &primaries[device].n_retained;

@@ -85,8 +85,8 @@ def driver_answers() -> bool:
 
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
-    """Restore the signal mask and the log configuration. A Tidegate program that a test runs in this process blocks signals, and
-    sends its log to a file that is removed after the test.
+    """Restore the signal mask and the log configuration. A Tidegate program that a test runs in
+    this process blocks signals, and sends its log to a file that is removed after the test.
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield

@@ -20,9 +20,9 @@ class StubGovernor:
     """Listens on <runtime_dir>/governor.sock.
 
     `mode` selects how it answers: grant, refuse, silent, close, garbage, deny-confirm. `admitted`
-    has the admissions that exist now, and `confirmed` has the identifiers of those that were
-    confirmed. `before_admit` runs before an admission is answered, and `before_confirm` before a
-    confirmation is.
+    contains the current admissions, and `confirmed` the identifiers of those that were confirmed.
+    `before_admit` runs before an admission is answered, and `before_confirm` before a confirmation
+    is.
     """
 
     def __init__(self, runtime_dir: Path) -> None:

@@ -63,9 +63,7 @@ def test_several_services_share_the_requests(require, build_dir: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_each_requested_guarantee_has_an_arm(
-    require, build_dir: Path, tmp_path: Path
-) -> None:
+def test_each_requested_guarantee_has_an_arm(require, build_dir: Path, tmp_path: Path) -> None:
     require("runc")
     options = ["--simulated", "--seconds", "0.5", "--mean-us", "20000", "--jobs", "1"]
     options += ["--ways", "alone", "native", "hardware", "--guarantees", "50", "20"]

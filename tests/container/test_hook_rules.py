@@ -264,8 +264,8 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 def test_files_that_a_runtime_hides_stay_hidden(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R10: if the configuration binds a directory on /dev, runc starts the container without a
-    /dev/null of runc's.
+    """R10: if the configuration binds a directory on /dev, runc does not create
+    its own /dev/null in the container.
     """
     bundle = node.bundle("cat /proc/timer_list")
     bundle.config["mounts"] = [m for m in bundle.config["mounts"] if m["destination"] != "/dev"]
@@ -284,7 +284,9 @@ def test_files_that_a_runtime_hides_stay_hidden(
 def test_proc_sys_and_dev_from_the_image(
     node: HookNode, runtime: Runtime, canary: Canary, name: str, kind: str
 ) -> None:
-    """R10, R11: the hook uses the host's /proc, through a descriptor that it opened before it looked at the image."""
+    """R10, R11: the hook uses the host's /proc, through a descriptor that it opened before it
+    examined the image.
+    """
     if (runtime.name, name, kind) == ("runc", "dev", "link"):
         pytest.skip("runc 1.1 itself makes its links in /dev there (CVE-2026-41579)")
     bundle = node.bundle(LOOK)
@@ -427,7 +429,9 @@ def test_an_overlay_in_the_way(
 def settled_with(
     node: HookNode, runtime: Runtime, bundle: DiskBundle, canary: Canary, *, skip: tuple[str, ...]
 ) -> AttackOutcome:
-    """Like `assault`; what `skip` names outside the container's root is left to the test to check."""
+    """Run `assault` without its check of the files outside the container's root whose names start
+    with one of `skip`, and require that the outcome is settled.
+    """
     import tests.container.assault as module
 
     everything = module.elsewhere
@@ -564,7 +568,7 @@ CONFIGS: dict[str, Callable[[], tuple[dict[str, str], str]]] = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_config_of_any_size(node: HookNode, runtime: Runtime, canary: Canary, kind: str) -> None:
-    """R14: the hook reads up to a limit, and within seconds."""
+    """R14: the hook reads at most a fixed size, and finishes within seconds."""
     annotations, codes = CONFIGS[kind]()
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8Gi", **annotations})
     outcome = assault(node, runtime, bundle, canary)
@@ -910,8 +914,8 @@ def test_a_link_in_a_user_namespace(
 
 
 def test_the_traps_work() -> None:
-    """The traps leave their file when run and loaded on the host, so it means something that no
-    other test finds one.
+    """The traps leave their file when run or loaded on the host. Otherwise the other tests, which
+    find no such file, would prove nothing.
     """
     marker = traps() / "marker"
     for command, env in (

@@ -1,6 +1,6 @@
-"""Containers that attack each other: no container can see, change or connect to what the governor keeps for another.
-A container that writes anything into its own ledger takes nothing from the others. The attacker is hostile.c, which
-runs as root of its container."""
+"""Containers that attack each other: no container can see, change or connect to what the governor
+keeps for another. A container that writes anything into its own ledger takes nothing from the
+others. The attacker is hostile.c, which runs as root of its container."""
 
 from __future__ import annotations
 

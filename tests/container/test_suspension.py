@@ -103,7 +103,7 @@ def test_a_suspended_container_has_nothing_on_the_gpu_and_works_again_when_it_is
     assert logged == list(names)
 
 
-def test_the_others_have_the_time_of_a_suspended_container(node: BenchNode) -> None:
+def test_other_containers_get_the_time_of_a_suspended_one(node: BenchNode) -> None:
     one, two = worker(node), worker(node, **{"compute-limit": "100"})
     suspend(node, one)
 
@@ -122,7 +122,7 @@ def test_the_others_have_the_time_of_a_suspended_container(node: BenchNode) -> N
     expect_work(two)
 
 
-def test_a_suspended_container_stays_so_under_the_next_governor(node: BenchNode) -> None:
+def test_a_suspended_container_stays_suspended_under_the_next_governor(node: BenchNode) -> None:
     container = worker(node)
     suspend(node, container)
     node.stop_governor(signal.SIGKILL)
@@ -177,7 +177,7 @@ def test_only_a_running_container_is_suspended_and_only_a_suspended_one_resumed(
             ask(node.config, op, id="nobody")
 
 
-def test_the_commands_say_what_was_done(
+def test_the_commands_report_what_was_done(
     node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     container = worker(node)
@@ -198,7 +198,7 @@ def test_the_commands_say_what_was_done(
     expect_work(container)
 
 
-def test_an_interrupted_command_says_that_the_governor_continues(
+def test_an_interrupted_command_reports_that_the_governor_continues(
     node: BenchNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     container = worker(node)
@@ -212,8 +212,10 @@ def test_an_interrupted_command_says_that_the_governor_continues(
     assert "the governor continues to suspend it" in capsys.readouterr().err
 
 
-def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:
-    """Otherwise others of its processes could take that, and it would exceed its quota when it is resumed."""
+def test_memory_of_a_suspended_container_stays_charged(node: BenchNode) -> None:
+    """Otherwise the container's other processes could allocate as much, and it would exceed its
+    quota when it is resumed.
+    """
     container = worker(node, "--processes", "2")
 
     def held() -> int:
@@ -238,7 +240,7 @@ def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:
 def test_a_container_that_undoes_its_suspension_gains_nothing(
     node: BenchNode, build_dir: Path
 ) -> None:
-    """The driver lets its processes restore each other. Here the test does it."""
+    """The driver lets the container's processes restore each other; here the test does so."""
     container = worker(node, "--depth", "8", compute="20", **{"compute-limit": "20"})
     suspend(node, container)
     (pid,) = node.list_containers()[container.identifier]["processes"]

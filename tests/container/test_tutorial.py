@@ -2,8 +2,8 @@
 
 There are two differences: nothing is built, and the container's program works for 8 s instead of 60.
 
-The shell sees the machine's files, but has its own /run, /var/lib and /dev/shm, so the tutorial can use the paths of
-a node. A change of the page changes the input of this test.
+The shell sees the machine's files, but has its own /run, /var/lib and /dev/shm, so that the
+tutorial can use the paths of a node. A change of the page changes the input of this test.
 """
 
 from __future__ import annotations

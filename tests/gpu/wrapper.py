@@ -1,10 +1,11 @@
 """`python -m tests.gpu.wrapper`: a container with `tidegate-runtime` on this machine, and what
 `tidegate doctor` finds.
 
-It runs on the machine's own control groups; the other tests have only version 1. It checks whether
-the governor identifies a container by its control group, finds a process that joins the group from
-outside, and recognises one that was started by `exec`; whether config.json was edited, the program
-has our library and its quota, and nothing is left after `delete`. Each printed line is a finding.
+It runs on the machine's own control groups; the machines of other tests have only version 1. It
+checks whether the governor identifies a container by its control group, finds a process that joins
+the group from outside, and recognises one that was started by `exec`; whether config.json was
+edited, the program has our library and its quota, and nothing is left after `delete`. Each printed
+line is a finding.
 """
 
 from __future__ import annotations

@@ -158,13 +158,13 @@ def test_a_device_keeps_its_name_whatever_index_its_gpu_has() -> None:
     )
 
 
-def test_a_long_node_name_makes_a_name_that_is_allowed() -> None:
+def test_a_long_node_name_yields_a_valid_name_of_a_slice() -> None:
     one, other = (slice_name("n." + "a" * 250 + end) for end in "xy")
     assert len(one) <= 253
     assert one != other
 
 
-def test_gpus_that_nvlinks_connect_are_one_group() -> None:
+def test_gpus_connected_by_nvlinks_are_one_group() -> None:
     def linked(*pairs: tuple[int, int]) -> list[dict]:
         routes: dict[int, list[dict]] = {i: [] for i in range(5)}
         for a, b in pairs:
@@ -283,7 +283,7 @@ def test_the_governors_findings_become_health_and_taints() -> None:
     ]
 
 
-def test_a_taint_stays_until_its_reason_has_been_away_for_a_while() -> None:
+def test_a_taint_stays_until_its_reason_has_been_gone_for_a_while() -> None:
     damper = Damper(clear_s=30)
     lost = Taint(TAINT_LOST, "does-not-answer")
     bad, good = {"g": Condition("Unhealthy", "", (lost,))}, {"g": Condition("Healthy")}

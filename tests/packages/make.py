@@ -57,9 +57,9 @@ def fresh_root(suite: str, *, slim: bool = False) -> Path:
 
 
 def laid_out(destdir: Path, build: Path, vendor: Path) -> Path:
-    """Install what meson has built to a directory, and return the prefix in it.
+    """Install meson's build into a directory, and return the path of the prefix in it.
 
-    This is the build of the tests, so the prefix is the one with which it was set up.
+    The build is that of the tests, so the prefix is the one with which it was configured.
     """
     options = json.loads((build / "meson-info/intro-buildoptions.json").read_text())
     prefix = next(one["value"] for one in options if one["name"] == "prefix")

@@ -1,7 +1,6 @@
 """Run a server with the real arbiter and an idle GPU of 16 GiB.
 
-Containers are sleeping processes. The tests look at what a client of one of the server's sockets
-gets.
+Containers are sleeping processes. The tests check what clients receive from the server's sockets.
 """
 
 from __future__ import annotations

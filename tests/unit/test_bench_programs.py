@@ -103,7 +103,7 @@ def test_a_run_that_was_not_governed_is_a_difference():
     ]
 
 
-def test_a_program_missing_from_both_runs_is_no_difference_and_from_one_run_is():
+def test_a_program_missing_from_one_run_is_a_difference_and_from_both_runs_is_not():
     missing = ProgramRun(programs.NOT_HERE, 0.1, {"program": "mps", "missing": "no daemon"}, [])
     both = Comparison("mps", missing, missing, Seen(), compare(missing, missing, Seen()))
     assert both.differences == []
@@ -167,7 +167,7 @@ def test_the_table_names_every_difference():
     assert text.splitlines()[-1] == "oom: value “a” is 1 in the native run, 2 in the governed run"
 
 
-def test_every_program_of_the_table_is_there():
+def test_every_program_of_the_table_exists():
     files = {path.stem for path in images.SOURCE.glob("*.py")}
     assert files - NOT_COMPARED == set(programs.PROGRAMS)
 

@@ -89,7 +89,7 @@ def test_arms_with_the_same_settings_share_a_governor() -> None:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_no_arm_promises_more_than_there_is(name: str) -> None:
+def test_no_arm_guarantees_more_than_the_whole_gpu(name: str) -> None:
     arm = ARMS[name]
     at_once = arm.times if arm.script == "kill" else 1
     visitors = at_once * sum(tenant.compute for tenant in arm.visitors)
@@ -115,7 +115,7 @@ def test_lending_is_compared_on_the_same_bursts() -> None:
         assert {tenant.limit for tenant in ARMS[name].tenants} == {100}
 
 
-def test_the_burner_is_told_what_a_unit_is() -> None:
+def test_the_burners_command_defines_the_unit() -> None:
     assert burner_command("b", "burner-500", {}) == ["b", "--unit-us", "500"]
     assert burner_command("b", "burner-500-null", {}) == [
         "b", "--unit-us", "500", "--stream", "null",
@@ -132,7 +132,7 @@ def test_suites_and_arms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "thirds" in lines
 
 
-def test_a_tenant_says_what_it_runs() -> None:
+def test_a_tenant_determines_the_burners_options() -> None:
     tenant = ArmContainer(30, 1000, gap_us=500, bursts=3)
     assert tenant.job == "burner-1000"
     assert tenant.options == [
@@ -140,7 +140,7 @@ def test_a_tenant_says_what_it_runs() -> None:
     ]  # fmt: skip
 
 
-def test_processor_time_is_of_a_process_and_its_threads() -> None:
+def test_processor_time_covers_a_process_and_its_threads() -> None:
     # The program works for longer than the test needs: the kernel accounts in whole ticks,
     # separately for user and system time.
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ninput()"
@@ -257,7 +257,7 @@ def test_waits_are_the_gaps_between_units_beyond_their_own_time() -> None:
     assert waits(stamps, profile, 0, 0) == {"n": 0, "p50_us": 0, "p99_us": 0, "most_us": 0}
 
 
-def test_an_arm_of_the_gpus_own_scheduler_says_when_grants_divided_the_time(
+def test_an_arm_of_the_gpus_own_scheduler_fails_if_grants_divided_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = object.__new__(BenchNode)

@@ -11,7 +11,7 @@ TEXT = (ROOT / "CHANGELOG.md").read_text()
 ORDER = ("To do", "Removed", "Deprecated", "Changed", "Fixed", "Added", "Security", "Known limits")
 
 
-def test_the_newest_version_is_the_one_that_the_code_says() -> None:
+def test_the_newest_version_is_the_version_of_the_code() -> None:
     versions = re.findall(r"^## \[([^]]+)\]", TEXT, re.MULTILINE)
     assert next(v for v in versions if v != "Unreleased") == VERSION
     assert "Unreleased" not in versions[1:]
@@ -22,7 +22,7 @@ def test_no_other_file_repeats_the_version() -> None:
         assert VERSION not in (ROOT / name).read_text(), name
 
 
-def test_each_version_begins_with_what_there_is_to_do() -> None:
+def test_each_version_begins_with_the_section_to_do() -> None:
     for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
         whole = re.findall(r"^### (.*)$", section, re.MULTILINE)
         assert len(set(whole)) == len(whole), section.splitlines()[0]
@@ -31,6 +31,6 @@ def test_each_version_begins_with_what_there_is_to_do() -> None:
         assert [ORDER.index(head) for head in heads] == sorted(ORDER.index(head) for head in heads)
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_resolve() -> None:
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
         assert "://" in link or (ROOT / link).exists(), link

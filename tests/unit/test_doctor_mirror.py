@@ -151,7 +151,7 @@ def test_room_is_required_for_a_generation_and_for_the_database(
     assert [line.partition(":")[0] for line in host.check("mirror.room")] == states
 
 
-def test_the_configuration_is_the_governors(host: Host) -> None:
+def test_the_configuration_is_checked_as_by_the_governor(host: Host) -> None:
     assert host.check("governor.configuration") == [
         "ok: /etc/tidegate/config.yaml does not exist: the defaults are in force"
     ]
@@ -163,7 +163,7 @@ def test_the_configuration_is_the_governors(host: Host) -> None:
     assert found.endswith("quantum_msec is not an option -> did you mean quantum_ms?")
 
 
-def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
+def test_drop_ins_are_read_as_by_the_governor(host: Host) -> None:
     host.put("etc/tidegate/config.d/20-b.yaml", "placement: pack\n")
     host.put("etc/tidegate/config.d/10-a.yaml", "placement: topology\nspin_us: 7\n")
     assert (host.node().config.placement, host.node().config.spin_us) == ("pack", 7)

@@ -29,14 +29,14 @@ def find(
     return [f"{one.state}: {one.found}" for one in service.scheduling(node)]
 
 
-def test_what_divides_the_time_of_each_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_divides_the_time_of_each_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(monkeypatch, "auto", [STEERED, GRANTS]) == [
         "ok: the hardware scheduler divides the time of GPU 0"
     ]
     assert find(monkeypatch, "auto", [GRANTS]) == ["ok: grants divide the GPUs' time"]
 
 
-def test_a_gpu_that_is_not_steered_is_a_warning_only_if_it_should_be(
+def test_a_gpu_that_is_not_steered_is_a_warning_only_if_steering_is_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (found,) = find(monkeypatch, "auto", [REFUSED])
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_not_steered_is_a_warning_only_if_it_should_be(
 def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for scheduling, remedy in (
         ("gate", "set scheduling: auto, then systemctl restart tidegate-governor"),
-        ("auto", None),  # the finding before says why the GPU is not steered
+        ("auto", None),  # the previous finding gives the reason why the GPU is not steered
     ):
         found = find(monkeypatch, scheduling, [GRANTS], AT_ONCE)
         assert found == [

@@ -16,8 +16,8 @@ from oci_hook.errors import HookError, show
 
 HOOK = Path(__file__).parents[2] / "oci_hook"
 
-# The start of every container on the node pays for every module beyond the interpreter. These are
-# built into the interpreter, or are the hook's entry.
+# Each module beyond those of the interpreter delays the start of every container on the node. These
+# are built into the interpreter, or are the hook's entry.
 QUICK = {"oci_hook", "oci_hook.entry", "oci_hook.quick", "_signal", "_stat", "posix", "time"}
 HEAVY = {
     "argparse",
@@ -186,7 +186,7 @@ def test_only_descriptors_are_used_below_the_root(module: str) -> None:
         )
 
 
-def test_the_kernel_module_takes_names_and_confined_walks_only() -> None:
+def test_calls_in_kernel_py_take_checked_names_and_directory_descriptors() -> None:
     """Each os call in kernel.py that takes a name gets a directory descriptor, after the name has
     been checked.
     """

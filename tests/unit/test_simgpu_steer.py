@@ -79,7 +79,7 @@ def held(node: SimpleNamespace, i: int) -> object:
     return found
 
 
-def test_slices_are_the_parts_of_the_time(node: SimpleNamespace) -> None:
+def test_time_is_divided_in_proportion_to_slices(node: SimpleNamespace) -> None:
     node.hardware.set_slice(held(node, 0), 6 * MS)
     node.hardware.set_slice(held(node, 1), 3 * MS)
     node.advance(20)
@@ -108,7 +108,7 @@ def test_with_both_off_the_gpu_idles_and_no_process_holds_it(node: SimpleNamespa
     assert node.advance(50) == [0, 0]
 
 
-def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespace) -> None:
+def test_a_switch_interrupts_a_running_kernel(node: SimpleNamespace) -> None:
     """With kernels of 100 ms, the switch does not wait for a kernel to end."""
     node.hardware.switch([held(node, 1)], on=False)
     node.advance(37)
@@ -178,7 +178,7 @@ def steer(node: SimpleNamespace, shares: list[Share], seconds: float) -> list[fl
     return [100 * (steering.used_ns[i] - begun[i]) / passed for i in range(len(shares))]
 
 
-def test_the_policy_shares_it_by_guarantee(node: SimpleNamespace) -> None:
+def test_the_policy_shares_the_gpu_by_guarantee(node: SimpleNamespace) -> None:
     first, second = steer(node, [Share(0.6, 1), Share(0.3, 1)], 3)
     assert first + second >= 98
     assert first / (first + second) == pytest.approx(2 / 3, abs=0.01)

@@ -1,4 +1,4 @@
-"""Tests of vdriver.plan: the description of a generation's plan, for drivers that exist only as objects."""
+"""Tests of vdriver.plan: the description of the plan for a driver that is given as objects."""
 
 import pytest
 

@@ -59,5 +59,5 @@ def test_versions_are_read_as_programs_print_them(
     assert plan.version(said) == (version and version[:2])
 
 
-def test_a_program_that_is_not_there_has_no_version() -> None:
+def test_a_missing_program_has_no_version() -> None:
     assert plan.version(None) is None

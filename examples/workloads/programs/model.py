@@ -5,10 +5,11 @@
 
 It is not one of the compared programs: `bench.parking` runs it. For each file DIR/ask.K, in the
 order of K, it uses the memory: it adds one to the words of the first block and reads one of the
-other blocks back. DIR/answer.K then has a line of JSON: the time until the first kernel had ended
-and the time for all, in seconds, and whether the block was right. With --busy it computes all the
-time, and writes the number of its turns to DIR/turns every tenth of a second. When DIR/stop exists,
-it compares all contents with what they have to be, and prints a line of JSON.
+other blocks back. DIR/answer.K then contains a line of JSON: when it began, by the monotonic clock,
+the time until the first kernel had ended and the total time, all in seconds, and the number of
+wrong blocks. With --busy it computes all the time, and writes the number of its turns to DIR/turns
+every tenth of a second. When DIR/stop exists, it compares all contents with the expected ones, and
+prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def serve(model: AnswersQuestions, out: Path) -> int:
 
 
 class Model:
-    """The memory, and what is asked of it."""
+    """The memory, and the operations for an answer."""
 
     def __init__(self, cuda: Cuda, size: int, out: Path) -> None:
         self.cuda, self.out = cuda, out
@@ -74,7 +75,7 @@ class Model:
         self.cuda.call("cuCtxSynchronize")
 
     def count_wrong(self, answered: int) -> int:
-        """Return how many of one other block, of 1, have wrong contents."""
+        """Compare one of the other blocks; return 1 if its contents are wrong, otherwise 0."""
         return self.memory.count_wrong([1 + answered % (len(self.memory.blocks) - 1)])
 
     def work(self) -> None:

@@ -395,7 +395,7 @@ class Admissions:
         self.bookings.leave(container.uses)
 
     def close(self) -> None:
-        """Detach from every container; running ones keep to their quota by themselves."""
+        """Detach from every container; those that run enforce their quota themselves."""
         for container in list(self.containers.values()):
             for member in list(container.members):
                 if not member.confirmed:

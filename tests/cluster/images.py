@@ -1,4 +1,4 @@
-"""The images of a cluster, as archives that `ctr images import` reads: the nodes reach no registry.
+"""The images of a cluster, as archives that `ctr images import` reads: the nodes have no registry.
 
 Tidegate's own image is what the Containerfile of packaging/kubernetes makes, executed line by line as
 tests/packages/test_image.py does.

@@ -62,7 +62,7 @@ class WrappedRunsc(WrappedRuntime, Runsc):
     ],
 )
 def suite(request: pytest.FixtureRequest) -> str:
-    """A release."""
+    """A release of Debian."""
     found: str = request.param
     return found
 

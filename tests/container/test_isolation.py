@@ -184,7 +184,7 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     assert len(done) == 1
 
 
-def test_the_attacker_can_tell_what_works(node: BenchNode) -> None:
+def test_the_attacker_detects_what_works(node: BenchNode) -> None:
     """In its own directory the attacker finds what is denied elsewhere. Otherwise the test above would show nothing."""
     attacker = node.start(
         "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
@@ -301,7 +301,7 @@ def test_users_of_the_host_cannot_register_at_a_containers_socket(node: BenchNod
 
 
 @pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
-def test_the_directory_of_containers_is_closed_before_there_are_any(node: BenchNode) -> None:
+def test_the_directory_of_containers_is_private_from_the_start(node: BenchNode) -> None:
     path = node.runtime_dir / "containers"
     node.stop_governor()
     assert not list(path.iterdir())

@@ -126,7 +126,7 @@ def test_every_output_in_the_tutorial_is_what_its_commands_print(shown):
     assert shown["8. Clean up"] == ""
 
 
-def test_an_output_that_differs_is_noticed():
+def test_an_output_that_differs_is_detected():
     shape = re.compile(pattern("a ... b 40/40/40 %\n  100 %  timeslice"))
     assert shape.search("a x y b 39/40/40 % 98 % timeslice")
     for other in (
@@ -137,7 +137,7 @@ def test_an_output_that_differs_is_noticed():
         assert not shape.search(other), other
 
 
-def test_the_container_of_the_tutorial_gets_what_it_was_given(shown):
+def test_the_container_of_the_tutorial_gets_its_quota(shown):
     def units(shown):
         return int(re.search(r'"units": ([0-9]+)', shown["7. How much work it did"])[1])
 

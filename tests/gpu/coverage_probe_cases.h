@@ -319,7 +319,7 @@ static void copy_peer(void)
 #define TALL(copy)  ((copy).Height = work_size / 65536, &(copy))
 #define TALL3(copy) ((copy).srcHeight = (copy).dstHeight = work_size / 65536, TALL(copy))
 
-/* Makes a descriptor of the 32-bit interface from the prepared one. */
+/* Returns a descriptor of the 32-bit interface, for the blocks of need_old(). */
 static CUDA_MEMCPY2D_v1 *old_copy2(void)
 {
     static CUDA_MEMCPY2D_v1 c;
@@ -446,7 +446,7 @@ static void need_pool(void)
     NEED(CU(cuMemPoolCreate)(&v.pool, &v.pool_props));
 }
 
-/* A pool that keeps 64 MiB that are not in use. */
+/* A pool that keeps 64 MiB of unused memory. */
 static void need_kept(void)
 {
     need_pool();
@@ -775,7 +775,7 @@ static void need_object(void)
     NEED(CU(cuUserObjectCreate)(&v.object, NULL, do_nothing, 2, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC));
 }
 
-/* In relaxed mode, so that this process can continue. */
+/* Relaxed mode allows this process to make other calls during the capture. */
 static void need_capture(void)
 {
     NEED(CU(cuStreamCreate)(&v.capturing, CU_STREAM_NON_BLOCKING));
@@ -846,7 +846,7 @@ static int share(void)
         CU(cuDevicePrimaryCtxRetain)(&context, device) || CU(cuCtxSetCurrent)(context) ||
         CU(cuMemAlloc_v2)(&p, TAKE))
         return 1;
-    /* What cannot be shared is refused where it is opened, and is judged there. */
+    /* If sharing fails here, opening the handle fails as well, and that call is judged. */
     CU(cuIpcGetMemHandle)(&s.memory, p);
     if (CU(cuEventCreate)(&event, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING) == 0)
         CU(cuIpcGetEventHandle)(&s.event, event);

@@ -46,7 +46,7 @@ class GpuUse:
     used: int = 0
     peak: int = 0
     is_listed: bool = False
-    """Whether a sample has shown the process since it had no context."""
+    """Whether a sample has shown the process since it last had no context."""
     part: float = 0.0  # of the GPU's time, percent
     worked: float = 0.0  # `part` times nanoseconds, summed
 
@@ -241,7 +241,7 @@ class Account:
             "grant_wait_ns": int(waits.ns),
             **pages.device_sums(self._ledger, COUNTED, device),
             **self.counted(device),
-            # What its processes report is from before the suspension.
+            # The processes' own reports date from before the suspension.
             **({"contexts": 0} if self.is_suspended else {}),
         }
 
@@ -311,15 +311,15 @@ class Account:
         """Return whether a process's memory has left the GPU, and may come back.
 
         That is so for a process with contexts that NVML no longer lists, because it was suspended
-        by this governor or checkpointed by its own container. It still counts with the memory that
-        the driver had taken; otherwise others could take that, and the quota would be exceeded when
-        it comes back.
+        by this governor or checkpointed by its own container. The memory that the driver had taken
+        for it still counts; otherwise others could take that memory, and the quota would be
+        exceeded when the process comes back.
         """
         if process.pid in sample.seen or not charge.contexts:
             use.is_listed = process.pid in sample.seen
             return False
         if self.is_suspended and not use.is_listed:
-            # This governor has never seen it on the GPU.
+            # This governor has never seen the process on the GPU.
             use.debt.assume(charge.contexts * self._context_memory)
         return self.is_suspended or use.is_listed
 

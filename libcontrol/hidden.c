@@ -1,7 +1,7 @@
 /*
  * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
  *
- * No sample attributes it to a process, so it is charged separately, and each charge is in the
+ * No sample shows such memory for a process, so it is charged separately. Each charge is in the
  * table of blocks until its module, library or context ends. A load for which the amount of such
  * memory cannot be determined yet is noted here, and charged after the first sample that shows it.
  */
@@ -38,7 +38,7 @@ static uint64_t hidden_key(uint64_t handle, uint8_t owner)
     return handle ^ (uint64_t)(owner + 1) << 56;
 }
 
-/* Such a charge ends with the module or with its context. */
+/* Adds a charge that ends with the module or with its context. */
 static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
 {
     struct block block = {.key = hidden_key(handle, owner),

@@ -21,7 +21,7 @@ extern struct pages_file ledger_file; /* the file of the ledger in use */
 /* ---- pages_socket.c ---- */
 
 extern int governor_fd;
-extern uint64_t governor_inode; /* by which pages_is_ours() recognises that socket */
+extern uint64_t governor_inode; /* of the socket, by which pages_is_ours() recognises it */
 
 bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep);
 bool pages_identify_file(int fd, struct pages_file *filep);

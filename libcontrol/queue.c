@@ -143,9 +143,9 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 
 /*
  * Returns when work that finds the queue empty at `now` begins. Where containers share one context
- * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
- * time until `begins_ns` and may need longer than it reported. Events do not wait for that work, so
- * the interval between this container's first two events seems to take longer.
+ * of the GPU, this work starts alongside the last work of the previous holder, which is charged for
+ * the time until `begins_ns` and may need longer than it reported. Events do not wait for the
+ * holder's work, so the interval between this container's first two events seems to take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -456,9 +456,9 @@ bool queue_overruns(const struct queue *q)
 
 /*
  * Whether other containers should wait for the end of the remaining work. Alongside their work it
- * takes longer, so its end does not show whether it has also become longer by itself. Work that
- * does not end a grant shows that. Where there is no such work, as when a grant is one interval,
- * this returns true once in a while.
+ * takes longer, so its end does not show whether the same work now takes longer even when alone.
+ * Work that does not end a grant shows that. Where there is no such work, as when a grant is one
+ * interval, this returns true once in a while.
  */
 bool queue_asks(struct queue *q)
 {

@@ -112,8 +112,8 @@ static void count_wait(struct runner_waits *waits, uint64_t ns)
     waits->ns += ns;
 }
 
-/* Tells the next holder that it may prepare work, or should be awake. A new grant clears that, so
- * a holder that is itself the next one is told in each of its grants. */
+/* Tells the next holder that it may prepare work, or should be awake. A new grant clears the
+ * notice, so a holder that is itself the next one is told in each of its grants. */
 static void name_next(struct runner *runner, const struct arbiter_view *view)
 {
     const struct arbiter_view *old = &runner->view;

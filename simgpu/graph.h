@@ -1,4 +1,4 @@
-/* A graph, as captures fill it and launches read it. */
+/* A graph, which captures fill and launches read. */
 #pragma once
 
 #include "driver.h"
@@ -9,7 +9,7 @@ struct graph {
     size_t n;
     size_t room;
     struct graph_node *nodes;
-    struct graph_memory *memory; /* of its allocation nodes, or NULL */
+    struct graph_memory *memory; /* of the graph's allocation nodes, or NULL */
 };
 
 void commands_free(struct command *commands, size_t n);

@@ -78,7 +78,8 @@ class ExaminedNode:
     """A node; paths are those of a process on it.
 
     `config` is read from `config_files`, or is the default if these are invalid (`config_error`).
-    Its directories are paths on the node, which `host` translates.
+    Its directories are paths on the node, which `host` translates. Methods raise UnseenError for
+    what this process cannot examine; a file that does not exist is not an error.
     """
 
     root: str = "/"
@@ -102,7 +103,7 @@ class ExaminedNode:
 
     @property
     def has_systemd(self) -> bool:
-        """Whether systemd manages the services; assumed of a node on which this does not run."""
+        """Whether systemd manages the services; assumed for a node that does not run here."""
         return not self.alive or Path("/run/systemd/system").is_dir()
 
     @property
@@ -162,7 +163,7 @@ class ExaminedNode:
         return data.decode(errors="replace")
 
     def find(self, program: str) -> str | None:
-        """Return the path of a program in the system's directories."""
+        """Return the path of a program in the system's directories, or None if there is none."""
         for directory in SEARCH:
             path = f"{directory}/{program}"
             try:
@@ -194,7 +195,7 @@ class ExaminedNode:
 
 
 class BrokenError(Exception):
-    """A file is not in the format that its reader expects; the message names it."""
+    """A file is not in the format that its reader expects; the message names the file."""
 
 
 def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:

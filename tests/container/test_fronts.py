@@ -1,4 +1,4 @@
-"""What an image, a user or a node can do to the ways into a container: the wrapper, precreate, CDI, the hook alone.
+"""Test what images, users and nodes can do to the wrapper, precreate, CDI and the hook alone.
 
 Whatever they do, a container that can reach a GPU is governed or does not start.
 """
@@ -84,7 +84,7 @@ def logged(node: HookNode, name: str = "runtime.log") -> list[dict[str, Any]]:
 
 
 def assert_refused(node: HookNode, ran: ContainerResult, word: str) -> None:
-    """Require that the container did not start and that the line says why; crun does not show what
+    """Require that the container did not start and that the log says why; crun does not show what
     hooks write.
     """
     assert ran.status not in (WITH, WITHOUT, 0)
@@ -101,7 +101,7 @@ UNSERVED = pytest.mark.parametrize("why", ["musl", "no mirror"])
 def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
     node: HookNode, wrapped: WrappedRuntime, dev: Path, why: str
 ) -> None:
-    """Such a node does not have a governor either: the wrapper does not ask for one."""
+    """Such a node has no governor either, so the wrapper must not need one."""
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
     write_settings(
@@ -175,7 +175,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     bundle.config["root"]["path"] = str(bundle.rootfs)
     bundle.config["linux"]["devices"] = GPU_NODES
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
-    assert answer.status == 0  # the hook comes to the same result, and its line is shown
+    assert answer.status == 0  # the hook refuses as well, and its message is shown
     node.log.unlink()
     bundle.config = json.loads(answer.stdout)
     assert_refused(node, runtime.run(bundle), word)
@@ -514,7 +514,7 @@ def precreate_bytes(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
     "kind",
     ["fifo", "device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("directory", "socket"))],
 )
-def test_an_odd_config_is_refused_with_one_line(
+def test_a_config_that_is_not_a_regular_file_is_refused_with_one_line(
     node: HookNode, wrapped: WrappedRuntime, kind: str
 ) -> None:
     bundle = node.bundle("true")
@@ -586,7 +586,7 @@ def test_other_hooks_stay_in_place_and_precede_ours(
     """A hook entry that names our hook with other options is replaced; no other hook runs between
     the creation of the device nodes and ours.
     """
-    # The other hook reads its input: crun fails a container if its hook ends before that (a broken pipe).
+    # The other hook reads its input: crun fails the start if a hook ends without that (broken pipe).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
     bundle = plain(node, SHOW)
@@ -607,8 +607,8 @@ def test_other_hooks_stay_in_place_and_precede_ours(
 def test_a_config_that_changes_after_the_wrapper_gets_no_ungoverned_gpu(
     node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
-    """The runtime reads a different configuration from the one that the wrapper edited; the hook in
-    it is for a GPU that was not granted.
+    """The runtime reads a different configuration from the one that the wrapper edited, with the
+    device node of a GPU that was not granted.
     """
     real = node.base / "swapping"
     bundle = plain(node, SHOW)

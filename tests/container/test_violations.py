@@ -89,7 +89,7 @@ def violations(node: BenchNode, container: Running) -> dict[str, dict[str, Any]]
 
 def scrape(node: BenchNode) -> dict[tuple[str, ...], float]:
     """Return the metrics by name and label values, with the values in the order of the labels'
-    names; labels in `WHOSE` are left out.
+    names; labels in `OWNER` are left out.
     """
     body = get(node, "metrics.sock", "/metrics")
     return {
@@ -220,7 +220,7 @@ def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Pla
             assert reported[0]["policy"] == "report"
             assert violations(node, neighbour) == {}
             assert not events(node, "container-frozen", "violation-stopped")
-            # The page still shows it when the container has gone.
+            # The page still shows the container after its end.
             node.delete(culprit)
             wait_for(lambda: had(node, culprit).get("ended"), "the culprit to be over on the page")
             wait_for(
@@ -316,7 +316,7 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         burner(node, "short-pauses", "--gap-us", "700000", compute="10")
         burner(node, "long-pauses", "--unit-us", "50000", "--gap-us", "2500000", compute="10")
         burner(node, "long", "--unit-us", "1500000", compute="10")
-        # This container fills its quota, less a context and what belongs to it.
+        # This container fills the part of its quota that a context leaves free.
         full = start(
             node, "full", "join", f"take:{1488 << 20}", "began", "sleep:60000", compute="5"
         )
@@ -396,7 +396,7 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
             before = units(neighbour)
             return stands_still(culprit) and units(neighbour) > before
 
-        # A slow machine may miss a freeze; the next one lasts longer.
+        # On a slow machine the test may miss a freeze; the next one lasts longer.
         wait_for(lambda: is_frozen(culprit) and stands_still(culprit), "a freeze")
         assert not is_frozen(neighbour)
         wait_for(lambda: len(events(node, "container-frozen")) >= 3, "the third time")
@@ -421,7 +421,7 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         pytest.param(signal.SIGKILL, id="dies"),
     ],
 )
-def test_no_container_stays_frozen_when_the_governor(place: Place, number: signal.Signals) -> None:
+def test_no_container_stays_frozen_after_the_governor_ends(place: Place, number: signal.Signals) -> None:
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
@@ -556,7 +556,7 @@ def test_limit_reports_that_grants_divide_the_time(place: Place) -> None:
 
 
 def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:
-    """Under runc both identify the process; a process of the host has neither."""
+    """Under runc both identify the process; a process of the host matches neither."""
     with place() as node:
         container = start(node, "one", "began", "child", "sleep:60000")
         began(container)

@@ -13,7 +13,7 @@ from tests.fuzz import arbiter_pages
 SOURCES = ("tests/fuzz/ledger_hour.c", *arbiter_pages.POLICY)
 SHARES = (50.0, 20.0)
 LIARS = 30.0
-"""Total share in percent of the containers that lie."""
+"""Total share of the dishonest containers, in percent of the GPU."""
 MOVED = 1.5
 """Maximum difference between the share of an honest container over 10 seconds and its quota, in percent of the GPU."""
 

@@ -62,7 +62,7 @@ class GovernorStandIn:
         self.claims: dict[str, dict[str, Any]] = {}
         self.requests: list[dict[str, Any]] = []
         self.changes = 0
-        """How often the books changed."""
+        """How often the claims changed."""
         self.before: Callable[[str], None] = lambda _op: None
         self.after: Callable[[str], None] = lambda _op: None
         """Called after a request is executed and before it is answered."""
@@ -88,7 +88,7 @@ class GovernorStandIn:
         self.listener.close()
 
     def come_back(self) -> None:
-        """Listen again, with the same books."""
+        """Listen again, with the same claims."""
         self._listen()
 
     def count(self, op: str) -> int:
@@ -121,7 +121,7 @@ class GovernorStandIn:
                     stream.flush()
             except OSError:
                 raise
-            except Exception as e:  # noqa: BLE001 - the test says so at its end
+            except Exception as e:  # noqa: BLE001 - the test reports it at its end
                 self.failed.append(repr(e))
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The device plugin and the DRA driver with a real governor process on the simulated GPU, for what stand-ins cannot
 show.
 
-Only the API server is a stand-in. Containers are admitted as by the hook, with what their engine
-says about their pod.
+Only the API server is a stand-in. Containers are admitted as by the hook, with the pod that their
+engine names.
 """
 
 from __future__ import annotations

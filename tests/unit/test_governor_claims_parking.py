@@ -33,7 +33,7 @@ def parks(world: ClaimsWorld, name: str) -> bool:
     return container.quota.parking
 
 
-def test_claims_add_up_to_more_than_there_is() -> None:
+def test_claims_add_up_to_more_memory_than_the_gpu_has() -> None:
     async def scene(world: ClaimsWorld) -> None:
         for uid in "abc":
             world.claim(part(uid, 10))
@@ -60,7 +60,7 @@ def test_without_overbooking_no_claim_is_parked() -> None:
     run(scene, MemoryOptions())
 
 
-def test_a_claim_that_is_never_parked_has_its_memory() -> None:
+def test_a_claim_that_is_never_parked_has_its_memory_on_the_gpu() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(part("a", 10, parking="never"))
         with pytest.raises(OccupiedError, match="5632 MiB is left"):
@@ -180,7 +180,7 @@ def test_a_container_with_shares_of_two_claims_is_never_parked() -> None:
     run(scene)
 
 
-def test_what_a_container_changed_ends_with_it() -> None:
+def test_memory_fixed_for_a_container_may_be_parked_after_its_end() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(part("a", 8))
         await world.admit("one", use("a"), **GRAPHICS)
@@ -228,7 +228,7 @@ def test_after_a_restart_the_host_has_room_for_all_that_may_be_parked() -> None:
     run(scene, MemoryOptions(overbook=2.0, host=12 * GIB))
 
 
-def test_a_restarted_governor_knows_what_may_be_parked() -> None:
+def test_a_restarted_governor_knows_which_memory_may_be_parked() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(part("a", 8))
         world.claim(part("b", 7))
@@ -270,7 +270,7 @@ def test_a_leaving_claim_that_is_announced_again_is_booked_as_before() -> None:
     run(scene)
 
 
-def test_all_shares_of_a_claim_or_none_are_released() -> None:
+def test_the_shares_of_a_claim_are_released_together_or_not_at_all() -> None:
     async def scene(world: ClaimsWorld) -> None:
         shares = [share(f"{name}/0", memory=5 * GIB, compute=10) for name in "ab"]
         world.claim(told("a", *shares))

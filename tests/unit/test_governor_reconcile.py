@@ -306,7 +306,7 @@ def test_a_block_that_is_freed_and_not_given_back_yet_hides_no_debt() -> None:
     assert debt.update(2, 500, still, replace(still, moving=500)) == 500
 
 
-def test_calls_under_way_in_a_new_process_hide_nothing_of_its_context() -> None:
+def test_calls_in_progress_in_a_new_process_hide_no_part_of_its_context() -> None:
     debt = Debt()
     new = Charge(memory=300, moving=300, told=500, provisional=500, provisional_ns=1, contexts=1)
     assert debt.update(2, 500, new, new, 500) == 500
@@ -372,7 +372,7 @@ def test_memory_freed_by_the_driver_is_noticed_once_pools_were_queried() -> None
     assert debt.update(SECOND // 2, 700, asked, asked) == 400
 
 
-def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
+def test_modules_loaded_and_unloaded_beside_pools_add_up_no_debt() -> None:
     """Both loading and unloading are reported, and the driver keeps none of their memory."""
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
@@ -613,7 +613,7 @@ def test_a_surplus_of_one_process_does_not_offset_the_debt_of_another(play: Play
     play(scene)
 
 
-def test_a_process_that_nvml_does_not_list_has_nothing(play: Play) -> None:
+def test_a_process_that_nvml_does_not_list_has_no_debt(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -630,7 +630,7 @@ def test_a_process_that_nvml_does_not_list_has_nothing(play: Play) -> None:
 def test_a_process_that_is_checkpointed_keeps_what_the_driver_had_taken(
     play: Play, *, is_suspended: bool
 ) -> None:
-    """It comes back with that; its own container may have checkpointed it."""
+    """The memory comes back with the process, which its own container may have checkpointed."""
 
     async def scene(world: World) -> None:
         container = await world.admit()
@@ -750,7 +750,7 @@ def test_an_unshared_gpu_is_checked_now_and_then(
     play(scene)
 
 
-def test_a_process_whose_memory_nvml_hides_has_what_its_ledger_shows(play: Play) -> None:
+def test_a_process_whose_memory_nvml_hides_uses_what_its_ledger_shows(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -813,7 +813,7 @@ def test_a_shared_gpu_is_sampled_four_times_a_second(play: Play) -> None:
 
 @pytest.mark.parametrize("announces", [True, False])
 def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play, *, announces: bool) -> None:
-    """A control library of an earlier version does not announce it."""
+    """A control library of an earlier version does not announce that it waits."""
 
     async def scene(world: World) -> None:
         container = await world.admit()
@@ -844,7 +844,7 @@ def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play, *, announce
 def test_nothing_is_checked_more_often_than_necessary(
     play: Play, monkeypatch: pytest.MonkeyPatch, *, announcing: bool, most: int
 ) -> None:
-    """A hostile process announces all the time that it waits, and does not."""
+    """A hostile process announces continually that it waits, but does not wait."""
     checks: list[int] = []
     due = StubRunner.due
     monkeypatch.setattr(StubRunner, "due", lambda self: checks.append(1) or due(self))
@@ -945,8 +945,8 @@ def test_the_65th_process_is_explicitly_refused(play: Play) -> None:
         child.kill()
         await until(lambda: len(container.account.charges(0)) == layout.N_SLOTS - 1)
         assert await asyncio.to_thread(ask) == (last, 1)
-        # A process that disconnects and registers again under its pid executes another program now,
-        # so its slots are free.
+        # A process that disconnects and registers again under the same pid has executed another
+        # program, so its earlier slots are free.
         connections.close()
         assert (await asyncio.to_thread(ask))[1] == 1
         assert len(container.account.charges(0)) == 1
@@ -1022,14 +1022,14 @@ def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> Non
     quarter = S // 4
     for i in range(9):
         now = 10 * S + i * quarter
-        # Each process reports half of the time, which is all of it together. The container held 40
-        # % of it.
+        # Each of the two processes reports half of the time. The container held the GPU for 40 %
+        # of the time.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
         parts = meter.update(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})
 
 
-def test_a_second_ago_is_forgotten() -> None:
+def test_use_more_than_a_second_ago_is_forgotten() -> None:
     meter: Meter[str] = Meter()
     busy = 0
     for i in range(12):
@@ -1098,7 +1098,7 @@ def test_utilisation_is_published_in_total_and_by_process(
     play(scene)
 
 
-def test_the_samples_of_neighbours_are_not_the_containers(play: Play) -> None:
+def test_utilisation_samples_of_neighbours_do_not_count(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -1162,15 +1162,15 @@ def test_unattributed_memory_is_not_published_while_a_context_is_created(play: P
 
 
 def test_a_new_container_gets_the_unattributed_memory_at_once(play: Play) -> None:
-    """The container's first module load is compared with this value, and while neighbours start
-    there is no new one.
+    """The container's first module load is compared with this value, and no new value is published
+    while neighbours start.
     """
 
     async def scene(world: World) -> None:
         calls: list[int] = []
         world.nvml.unattributed = lambda: calls.append(1) or 600 * MIB
         async with world.looking():
-            await until(lambda: len(calls) == 2)  # before and after the look at the processes
+            await until(lambda: len(calls) == 2)  # before and after the processes are listed
             world.nvml.unattributed = lambda: None
             container = await world.admit()
             await until(lambda: read(container, "unattributed") == 600 * MIB)

@@ -88,7 +88,7 @@ def switch_off(
     node: SimpleNamespace, hardware: RemoteHardware, *, announces: bool = True, n_reports: int = 0
 ) -> Any:
     """Switch the process with work off, report `n_reports` times that the governor is alive, and
-    see that the process is off.
+    check that the process is off.
 
     After a second of silence the watchdog switches it on. If a busy machine may have caused such a
     silence, this is repeated.
@@ -113,7 +113,7 @@ def switch_off(
     return held
 
 
-def test_it_switches_sets_slices_and_tells_the_time(node: SimpleNamespace) -> None:
+def test_the_service_switches_sets_slices_and_reports_used_time(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
     held = find(node, hardware)
     assert (held.pid, held.n_groups) == (node.hog.pid, 1)
@@ -158,9 +158,7 @@ def test_a_service_that_is_killed_leaves_nothing_off(node: SimpleNamespace) -> N
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether all threads are stopped: one of the threads takes the signal, and stops the
-    others.
-    """
+    """Return whether all threads are stopped: one thread takes the signal and stops the others."""
     stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
@@ -222,7 +220,7 @@ NO_REQUESTS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-def test_a_request_that_makes_no_sense_is_refused_and_ends_nothing(node: SimpleNamespace) -> None:
+def test_an_invalid_request_is_refused_and_the_session_continues(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
     for message, answer in NO_REQUESTS:
         with pytest.raises(OSError, match=answer):

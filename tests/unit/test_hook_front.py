@@ -1,4 +1,4 @@
-"""Tests that the C programs decide as the Python scripts of the same name, or leave it to them."""
+"""Test that the C programs decide as the Python scripts of the same name do, or defer to them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_c_reads_settings_as_python_does_or_leaves_them_to_the_script(
     found = FrontSettings()
     if not front.settings_read(str(path).encode(), root.encode(), ctypes.byref(found)):
         return
-    node = runtime.read_node(str(path), ["--root", root] if root else [])  # which accepts it, too
+    node = runtime.read_node(str(path), ["--root", root] if root else [])  # accepts the file, too
     assert found.runtime.decode() == node.runtime
     assert found.runtime_dir.decode() == node.runtime_dir
     assert found.environment == (node.environment == "allow")

@@ -179,7 +179,7 @@ def test_the_sample_follows_the_schema() -> None:
     validate(DOCUMENT)
 
 
-def test_a_plan_reads_as_an_operator_would_say_it() -> None:
+def test_a_plan_is_described_for_operators() -> None:
     cache = cache_of(**{"libcuda.so.1": "/opt/cuda/libcuda.so.1"})
     plan = plan_of("compute", "utility", image=Image(LIBDIR, TARGET, cache))
     assert plan.describe() == [
@@ -192,7 +192,7 @@ def test_a_plan_reads_as_an_operator_would_say_it() -> None:
     assert (plan.places, plan.skipped) == ((), ())
 
 
-def test_sources_are_of_the_host_and_targets_of_the_container() -> None:
+def test_sources_are_on_the_host_and_targets_in_the_container() -> None:
     for operation in plan_of("all", image=image_of()).operations:
         assert isinstance(operation, BindDirectory | BindFile)
         assert operation.source.startswith(
@@ -361,7 +361,7 @@ def test_compat32_is_refused_if_the_image_does_not_support_it() -> None:
     )
 
 
-def test_the_cache_leads_each_width_to_its_own_directory() -> None:
+def test_the_cache_maps_each_word_size_to_its_own_directory() -> None:
     cache = cache_of(**{"libGLX_nvidia.so.0": "/old/libGLX_nvidia.so.0"}, flags=0x3)
     plan = plan_of("compat32", "display", image=image_of(cache)._replace(target32=TARGET32))
     write = plan.operations[-1]
@@ -557,7 +557,7 @@ def test_a_directory_with_many_entries_is_not_read_to_its_end(
 
 
 def make_node(tmp_path: Path, kind: str = "nvidia") -> tuple[Path, Path]:
-    """Make a generation in force; return a driver file and a control library that it watches."""
+    """Make a generation and put it in force; return the two files that its manifest watches."""
     watch = []
     for role in ("driver", "control"):
         file = tmp_path / role

@@ -1,4 +1,4 @@
-"""The units and the udev rule of packaging/, read by systemd's own tools and compared with what they must match."""
+"""Check the units and the udev rule of packaging/ with systemd's own tools and against the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings(unit: str, key: str) -> list[str]:
 
 @pytest.fixture
 def host(tmp_path):
-    """A root with the units and the programs that they name, as systemd-analyze needs it."""
+    """A root with the units and the programs that they name, which systemd-analyze looks up."""
     units = tmp_path / "usr/lib/systemd/system"
     shutil.copytree(UNITS, units)
     targets = ("sysinit", "basic", "paths", "sockets", "shutdown", "multi-user", "local-fs")
@@ -59,12 +59,12 @@ def verify(host):
     return done.returncode, done.stderr
 
 
-def test_systemd_has_nothing_against_the_units(require, host):
+def test_systemd_accepts_the_units(require, host):
     require("systemd-analyze")
     assert verify(host) == (0, "")
 
 
-def test_systemd_would_say_what_is_wrong_with_a_unit(require, host):
+def test_systemd_rejects_an_invalid_unit(require, host):
     require("systemd-analyze")
     unit = host / "usr/lib/systemd/system/tidegate-refresh.service"
     unit.write_text(unit.read_text().replace("Restart=on-failure", "Restart=always"))
@@ -72,7 +72,7 @@ def test_systemd_would_say_what_is_wrong_with_a_unit(require, host):
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_is_exposed_to_two_points_at_most(require, service):
+def test_the_exposure_of_a_service_is_two_points_at_most(require, service):
     require("systemd-analyze")
     done = subprocess.run(
         ["systemd-analyze", "security", "--offline=yes", "--threshold=20", UNITS / service],
@@ -91,7 +91,7 @@ def test_the_mismatch_status_is_no_success_and_is_not_tried_again():
     assert "72" not in prevented  # a file changed while it was being read
 
 
-def test_each_watched_place_is_an_instance_of_the_watch(require):
+def test_each_watched_directory_is_an_instance_of_the_watch_unit(require):
     require("systemd-escape")
     instances = [w for w in settings("tidegate-refresh.path", "Wants") if "@" in w]
     places = subprocess.run(
@@ -111,7 +111,7 @@ def test_each_watched_place_is_an_instance_of_the_watch(require):
     ]
 
 
-def test_a_module_that_appears_starts_a_unit_that_is_packaged():
+def test_loading_the_kernel_module_starts_a_packaged_unit():
     (rule,) = (
         line
         for line in (PACKAGING / "udev/70-tidegate.rules").read_text().splitlines()
@@ -125,7 +125,7 @@ def test_a_module_that_appears_starts_a_unit_that_is_packaged():
     assert keys.startswith('+="systemd", ')
 
 
-def test_the_preset_enables_what_can_be_enabled():
+def test_all_units_of_the_preset_can_be_enabled():
     lines = (UNITS / "80-tidegate.preset").read_text().splitlines()
     enabled = [line.split()[1] for line in lines if line.startswith("enable ")]
     assert enabled == [
@@ -137,13 +137,13 @@ def test_the_preset_enables_what_can_be_enabled():
     assert set(map(tuple, wanted.values())) == {("multi-user.target",)}
 
 
-def test_the_governor_asks_where_the_steering_service_listens():
+def test_the_governor_connects_to_the_socket_of_the_steering_service():
     assert settings("tidegate-steering.socket", "ListenStream") == [SOCKET]
     assert settings("tidegate-governor.service", "Wants") == ["tidegate-steering.socket"]
     assert settings("tidegate-steering.socket", "SocketMode") == ["0600"]
 
 
-def test_the_steering_service_is_permitted_what_it_asks_for():
+def test_the_steering_service_has_the_rights_that_it_requires():
     """`require_rights` of governor/hardware/nvidia.py asks for two rights; the governor has
     neither.
     """
@@ -194,14 +194,14 @@ def test_the_fork_server_stays_in_the_mount_namespace_of_the_host(key):
     assert settings("tidegate-forkserver.service", key) == []
 
 
-def test_what_a_governor_leaves_is_there_for_the_next_one():
+def test_the_unit_keeps_the_directories_for_the_next_governor():
     def one(key):
         (value,) = settings("tidegate-governor.service", key)
         return value
 
     config = Config()
     assert f"/run/{one('RuntimeDirectory')}" == config.runtime_dir
-    assert one("RuntimeDirectoryPreserve") == "yes"  # it is mounted in containers
+    assert one("RuntimeDirectoryPreserve") == "yes"  # containers mount the directory
     assert f"/var/lib/{one('StateDirectory')}" == config.state_dir
     assert one("Restart") == "always"
     # These are errors that an operator has to fix: argparse's, and `config` in

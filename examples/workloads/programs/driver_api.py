@@ -1,4 +1,4 @@
-"""Calls of libcuda by ctypes, with results as exceptions, and PTX of two kernels.
+"""Call libcuda through ctypes, with errors as exceptions; the PTX of two kernels.
 
 `burn` keeps the GPU busy for a given time, `add_one` increments each word of an array. The
 simulated GPU computes nothing: it knows `burn` by its name, and does not know `add_one`.
@@ -193,7 +193,7 @@ class Cuda:
         return self.get("cuDeviceTotalMem_v2", self.get("cuDeviceGet", 0))
 
     def words(self, address: int, count: int) -> list[int]:
-        """Copy 32-bit words of device memory to the host."""
+        """Copy 32-bit words of device memory to the host, and return them."""
         words = (ctypes.c_uint32 * count)()
         self.call("cuMemcpyDtoH_v2", words, address, 4 * count)
         return list(words)

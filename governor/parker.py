@@ -1,8 +1,8 @@
 """Park the memory of idle containers in host memory when others need the room on the GPU.
 
-`residency` decides which memory moves; the processes of a container move it, by order. How much
-memory a container still holds on the GPU when it has reported that its memory is parked is taken
-from NVML, as soon as there is a sample.
+`residency` decides which memory moves; the processes of a container move it when they are ordered
+to. Once a container has reported that its memory is parked, the memory that it still holds on the
+GPU is taken from NVML's next sample.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ AGAIN_NS = 60_000_000_000
 LATE_NS = 5_000_000_000
 """A move to the GPU that takes longer is logged."""
 COME_NS = 60_000_000_000
-"""A container that does not report for so long that its memory is on the GPU counts as if it did:
-others must not wait for that report for ever."""
+"""A container that has not reported within this time that its memory is on the GPU counts as if it
+had: others must not wait for that report for ever."""
 WAIT_NS = 30_000_000_000
 """A wait for room on the GPU that takes longer is logged."""
 UNKNOWN = 1 << 62
-"""More than any quota: what a container that was found leaving keeps is known when it has left."""
+"""Larger than any quota. What a container keeps that was found leaving is known only when it has
+left; until then this number stands for it."""
 SAMPLE_NS = 5_000_000_000
 """Longest wait of a new governor for the first sample of the containers that it finds."""
 
@@ -75,7 +76,8 @@ class _Spot:
     said_late: bool = False
     said_waits: bool = False
     unsampled_ns: int = 0
-    """Until when nothing is decided without a sample of a container that was found; 0: decide."""
+    """Time until which nothing is decided for the GPU without a sample of this container, which a
+    new governor has found; 0: there is no need to wait."""
 
 
 class Parker:
@@ -84,7 +86,7 @@ class Parker:
     def __init__(
         self, containers: ListsContainers, devices: Iterable[Device], reserve: Callable[[], int]
     ) -> None:
-        """Give no container `reserve()` bytes of each GPU; the configuration may change."""
+        """Keep `reserve()` bytes of each GPU from all containers; the configuration may change."""
         self._containers, self._reserve = containers, reserve
         self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}
@@ -130,7 +132,7 @@ class Parker:
     def _missing(self, container: Container) -> int:
         """Return the bytes by which the fullest of a container's GPUs is too full.
 
-        Where nothing is ever parked, all that was granted is there.
+        Where nothing is ever parked, all memory that was granted fits.
         """
         now_ns = time.monotonic_ns()
         everyone = list(self._containers.containers.values())
@@ -155,7 +157,7 @@ class Parker:
         }
 
     def step(self, now_ns: int) -> bool:
-        """Look at all containers once; return whether memory of any of them is away."""
+        """Check all containers once; return whether memory of any of them is parked or moves."""
         everyone = list(self._containers.containers.values())
         self._spots = {one: spot for one, spot in self._spots.items() if one in everyone}
         if not any(one.parking for one in everyone):
@@ -225,7 +227,7 @@ class Parker:
 
     @staticmethod
     def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
-        """Return where the memory of a container is that is new, or was found by a new governor."""
+        """Return where the memory of a container is that has just started or been found running."""
         place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
         if not is_ordered and report.n_parked == report.n_processes:
             place = Whereabouts.PARKED
@@ -240,7 +242,7 @@ class Parker:
     def _follow(
         self, container: Container, spot: _Spot, report: ParkingReport, now_ns: int
     ) -> None:
-        """Note what has become of the last order."""
+        """Record the progress of the last order, and log a move or a wait that takes too long."""
         took_ns = now_ns - spot.ordered_ns
         if spot.place is Whereabouts.COMING and report.n_resident == report.n_processes:
             spot.place, spot.since_ns = Whereabouts.RESIDENT, now_ns
@@ -298,7 +300,7 @@ class Parker:
         parking.order(resident=place is Whereabouts.COMING)
 
     def _prepare(self, container: Container) -> None:
-        """Make host memory ready for what a container may have to park, in a thread."""
+        """Prepare host memory for what a container may have to park, in the background."""
         parking = container.parking
         if parking is None or container in self._growing:
             return

@@ -2,12 +2,13 @@
 
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
-keeps there what cannot be moved, such as contexts. So the quotas of the resident containers and
-what the parked ones keep never exceed the GPU's memory. A quota that does not fit next to what the
-others keep at least counts only as far as it fits, so that its container is not parked for ever.
+keeps on the GPU what cannot be moved, such as contexts. So the quotas of the resident containers
+and what the parked ones keep never exceed the GPU's memory. If a quota does not fit next to the
+least that the others keep, only the part that fits counts, so that its container is not parked for
+ever.
 
-A container comes to the GPU when one of its calls waits for memory. To make room, containers leave
-that have been idle for the longest time. A container that works leaves only when it has been
+A container comes to the GPU when one of its calls waits for memory. To make room, the containers
+that have been idle for the longest time leave. A container that works leaves only when it has been
 resident for a turn, which is longer where a move costs more; so containers that always work and do
 not fit together share the GPU in turns of seconds.
 """
@@ -62,7 +63,7 @@ class Occupant:
     move_ns: int = 0
     """Time that its last move took."""
     is_going: bool = False
-    """Whether it is leaving, and gives its memory up right now."""
+    """Whether it is leaving, and is giving up its memory right now."""
     may_leave: bool = True
     is_fixed: bool = False
     """Whether its memory is never parked."""
@@ -104,7 +105,7 @@ class Occupant:
 
 @dataclass(frozen=True)
 class Orders:
-    """Containers that have to leave the GPU, and that may come, by key."""
+    """The keys of containers that have to leave the GPU, and of those that may come."""
 
     leave: tuple[str, ...] = ()
     come: tuple[str, ...] = ()
@@ -153,8 +154,8 @@ def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
 def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
     """Return the containers with quotas that fit next to what all others have at least.
 
-    A quota counts less by what others keep when they are parked, at most: admission has ensured
-    that it fits next to those of containers that are never parked.
+    A quota is reduced at most by what the others keep when they are parked: admission has ensured
+    that it fits next to the quotas of containers that are never parked.
     """
     least = sum(one.least for one in everyone)
     kept = sum(one.least for one in everyone if not one.is_fixed)
@@ -167,7 +168,7 @@ def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
 
 
 def _leaving(everyone: Sequence[Occupant]) -> int:
-    """Return what will be free when those that are about to leave have left."""
+    """Return the bytes that will be free when the containers that are leaving have left."""
     return sum(one.taken - one.keeps for one in everyone if one.place is Whereabouts.LEAVING)
 
 

@@ -271,7 +271,7 @@ def _describe(container: Container) -> dict[str, Any]:
 
 
 def _describe_parking(container: Container) -> dict[str, Any] | None:
-    """Return where its memory is, if it may be parked."""
+    """Return where a container's memory is, or None if it is never parked."""
     parking = container.describe_parking()
     if parking is None:
         return None

@@ -1,4 +1,4 @@
-"""Builds the ResourceSlice that describes the node's GPUs to the scheduler.
+"""Build the ResourceSlice that describes the node's GPUs to the scheduler.
 
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
@@ -148,7 +148,7 @@ def _attributes(
         "strategy": {"string": gpu["strategy"]},
     }
     if gpu["memory"] and "memory_offered" in gpu:
-        # Rounded up: 100 says that nothing is granted twice.
+        # Rounded up: 100 means that nothing is granted twice.
         percent = -(-100 * gpu["memory_offered"] // gpu["memory"])
         attributes["memoryOverbook"] = {"int": percent}
     for name, value in (

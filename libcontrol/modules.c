@@ -7,7 +7,7 @@
  * A library is loaded into a context when its first kernel is requested there. Programs do not
  * expect that to fail for lack of memory, and the code of a framework is large. A load that leaves
  * the container a little over its quota is therefore counted as debt, like everything that the
- * driver takes on its own. The memory of managed variables is not.
+ * driver takes on its own. This does not apply to the memory of managed variables.
  */
 #include "loads.h"
 

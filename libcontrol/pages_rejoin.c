@@ -2,8 +2,8 @@
  * Reconnects to another governor, and if necessary moves to another ledger.
  *
  * When the governor is replaced, the connection ends and a helper makes a new one; the slot and the
- * ledger stay the same. A process that has kept its own ledger moves its counters to the governor's
- * when a governor is back.
+ * ledger stay the same. A process that has kept its own ledger moves its counters to that of the
+ * governor when a governor is back.
  */
 #include "pages.h"
 

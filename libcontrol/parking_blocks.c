@@ -3,9 +3,9 @@
  * memory may be parked, from 1 MiB on.
  *
  * To the application such a block is like any other of cuMemAlloc. Where the driver distinguishes
- * the two, the library answers (pointers.c). A block is allocated by the driver's cuMemAlloc,
- * and cannot be moved, while a stream captures, because the driver then allows or refuses the call
- * according to the capture's mode.
+ * the two, the library answers (pointers.c). A block that is requested while a stream captures is
+ * allocated by the driver's cuMemAlloc and cannot be moved, because the driver then allows or
+ * refuses the call according to the capture's mode.
  */
 #include "parking.h"
 
@@ -126,8 +126,8 @@ CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t wi
 
 /* ---- the end of a block ---- */
 
-/* Whether a descriptor of a block that was released keeps its memory allocated. It is then charged
- * until the descriptor is closed, too. */
+/* Whether an open descriptor keeps the memory of a released block allocated. The memory is then
+ * charged until the descriptor is closed. */
 static bool lives_on(const struct parking_block *block, uint64_t handle)
 {
     return block->exported &&
@@ -169,7 +169,7 @@ void parking_sync_end(void)
     atomic_sub_seq_cst(&parking_n_syncs, 1);
 }
 
-/* A block of a green context is one of the primary context, and outlives the green one. A
+/* A block of a green context belongs to the primary context, and outlives the green one. A
  * synchronisation of the primary context includes its green ones. */
 CUcontext parking_context(const struct parking_block *block)
 {

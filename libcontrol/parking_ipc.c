@@ -61,7 +61,7 @@ static uint32_t serves; /* a thread answers */
 
 static struct os_lock open_lock;
 static struct os_lock serve_lock; /* held by the thread while it may be in a call into the driver */
-static bool ending;               /* guarded by it: the process exits */
+static bool ending;               /* guarded by serve_lock: the process exits */
 
 /* ---- sockets ---- */
 
@@ -157,9 +157,9 @@ static bool listen_at(void)
     return true;
 }
 
-/* Connections that have not sent a request yet, the oldest first. One that says nothing must not
- * keep the others waiting. The program may close any of them, and open another file under its
- * number. */
+/* Connections that have not sent a request yet, the oldest first. A silent connection must not keep
+ * the others waiting. The program may close any of the descriptors, and open another file under the
+ * same number. */
 struct ipc_peer {
     int fd;
     uint64_t inode;
@@ -317,7 +317,8 @@ bool parking_ipc_knows(const CUipcMemHandle *handle)
     return magic == IPC_MAGIC && parking_applies();
 }
 
-/* Connects, and reads the answer. Returns 1 if there was one, or what went wrong. */
+/* Connects, and reads the answer. Returns 1 if there was one; any other value is a failure, and a
+ * negative one an error number. */
 static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_FDS])
 {
     struct ipc_request request = {.secret = {handle->secret[0], handle->secret[1]},
@@ -341,7 +342,7 @@ static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_
 }
 
 /* Returns a descriptor of the physical allocation, or -1. If the other program has closed the
- * socket, a first connection is lost with it, and makes the library open another one. */
+ * library's socket, the first connection is lost, but makes the library there open another one. */
 static int fetch(const struct ipc_handle *handle)
 {
     uint64_t ends = os_now() + IPC_ANSWER_NS;
@@ -411,8 +412,8 @@ static CUresult open_new(uint64_t *addressp, const struct ipc_handle *handle)
     return result;
 }
 
-/* Opening a handle again returns the same address, like the driver's. So threads that open handles
- * do so one after the other. */
+/* Opening a handle again returns the same address, as with the driver. So threads open handles one
+ * after the other. */
 CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *given, unsigned int flags)
 {
     struct ipc_handle handle;
@@ -452,8 +453,8 @@ bool parking_ipc_close(CUdeviceptr address, CUresult *resultp)
 
 /* ---- the end ---- */
 
-/* The driver's destructors, which run after this, must not meet the thread in one of the driver's
- * functions. */
+/* The driver's destructors, which run after this one, must not run while the thread is in one of
+ * the driver's functions. */
 __attribute__((destructor)) static void ipc_finish(void)
 {
     uint64_t ends = os_now() + IPC_END_NS;

@@ -7,8 +7,8 @@
  * pool_allocations.c, when memory is short, and regularly by a helper.
  *
  * A pool that the application destroys, or that ends with the primary context, may hold memory
- * until its last block is freed, and must not be queried any more. What it held last is from then
- * on seen only by NVML, as memory that the driver takes on its own.
+ * until its last block is freed, and must not be queried any more. From then on, what it held last
+ * is seen only through NVML, as memory that the driver takes on its own.
  */
 #include "pools.h"
 

@@ -22,8 +22,8 @@ struct pool {
     bool unseen; /* NVML attributes its memory to no process */
     uint32_t state;
     uint32_t n_askers; /* threads that query it outside the application's calls */
-    /* Until this time no allocation is let through because the pool's free memory may suffice: the
-     * last such allocation made the pool grow. */
+    /* Until this time, free memory in the pool is no reason to let an allocation through: the last
+     * one that was let through for it made the pool grow. */
     uint64_t trust_at;
     uint64_t level; /* not 0: it has grown beyond the quota, until it holds less than this */
     struct held held;

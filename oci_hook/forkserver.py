@@ -68,7 +68,8 @@ REQUEST_S = 1.0  # seconds; a caller sends its request at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 NAMESPACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 # Maximum number of children. The largest config.json takes 48 MiB in one of them. In a cluster, the
-# server's container has 1 GiB for all of them; beyond that, it would be killed with all its starts.
+# server's container has 1 GiB for all of them; beyond that, it would be killed with all its
+# children.
 MAX_CHILDREN = 16
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 N_SPARE = 2  # children that wait for callers; further callers wait until more are forked

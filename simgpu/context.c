@@ -135,7 +135,7 @@ static void context_collect(struct context *context)
     context_unhold(context);
 }
 
-/** context_displaced() - is another context on the GPU? The device's lock is held. */
+/** context_displaced() - whether another context is on the GPU; the device's lock is held */
 bool context_displaced(const struct context *context)
 {
     uint64_t resident = schedule_current(context->device->gpu)->resident;
@@ -413,7 +413,7 @@ void context_perform(struct context *context, const struct command *command, uin
     free(command->staged);
 }
 
-/** context_settle() - carry out the effects of kernels that the last look found completed */
+/** context_settle() - carry out the effects of kernels that context_collect() found completed */
 void context_settle(struct context *context)
 {
     while (context->settled < context->head) {

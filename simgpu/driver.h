@@ -127,9 +127,9 @@ struct context {
     unsigned int flags;
     uint32_t index;         /* in the device file */
     uint64_t serial;        /* in the device file */
-    uint64_t head;          /* kernels completed, as of the last look at the device */
+    uint64_t head;          /* kernels completed, as of the last check of the device */
     uint64_t settled;       /* kernels with all their effects carried out in this process */
-    uint64_t now;           /* GPU time of the last look, ns */
+    uint64_t now;           /* GPU time of that check, ns */
     uint64_t legacy_need;   /* `need` of the NULL stream's last command; blocking streams wait */
     uint64_t blocking_need; /* `need` of a blocking stream's last command; the NULL stream waits */
     unsigned int n_effects;

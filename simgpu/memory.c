@@ -113,7 +113,7 @@ struct allocation *memory_freeable(uintptr_t address)
     }
 }
 
-/** memory_renumber() - give an allocation a new number: it counts as another one from now on */
+/** memory_renumber() - give an allocation a new number, so that it counts as another allocation */
 void memory_renumber(struct allocation *item)
 {
     static uint64_t numbers;
@@ -314,7 +314,7 @@ CUresult memory_allocate(struct context *context, enum allocation_kind kind, siz
     return r;
 }
 
-/* The memory is the application's. */
+/* Does nothing, because the memory belongs to the application. */
 static void unregistered(const struct allocation *item)
 {
     (void)item;

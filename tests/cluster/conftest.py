@@ -45,7 +45,7 @@ def binaries() -> Binaries:
 
 
 @pytest.fixture(scope="session")
-def node_root(binaries: Binaries) -> Path:  # noqa: ARG001 - what is cheap to check fails first
+def node_root(binaries: Binaries) -> Path:  # noqa: ARG001 - the cheap checks come first
     """A node's root file system, unpacked from packages."""
     if os.geteuid() != 0:
         pytest.fail("a cluster's nodes are namespaces: run as root", pytrace=False)

@@ -1,5 +1,5 @@
-"""Real engines on a node of their own (dockerd, containerd through ctr and through CRI, podman)
-with one set of operations for all.
+"""Run real engines (dockerd, containerd through ctr and through CRI, podman, CRI-O), each on a node
+of its own, with the same set of operations.
 
 A container is started detached, with or without annotations, and with our runtime or hook or with neither. If a start
 fails, the engine's message is raised as `StartError`: the text that a user sees.
@@ -80,8 +80,8 @@ def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
-    """Return the paths in the last layer of an image that `docker save` wrote, without directories that lead to
-    others.
+    """Return the paths in the last layer of an image that `docker save` wrote, without directories
+    that have other entries.
 
     With `rootfs`, files and directories that are the same there (mode, owner and content) are left out: an overlay
     copies everything that is touched.
@@ -164,8 +164,8 @@ class Started:
         return path if path.startswith("/") else f"{self.engine.bundle(self)}/{path}"
 
     def written(self) -> list[str]:
-        """Return the paths in the container's own layer, without directories that lead to others: what a commit
-        keeps.
+        """Return the paths in the container's own layer, without directories that have other
+        entries: what a commit keeps.
         """
         rootfs = self.rootfs()
         for line in Path(f"/proc/{self.engine.host.pid}/mountinfo").read_text().splitlines():
@@ -308,7 +308,7 @@ class Docker(Engine):
     name = "docker"
     settings: ClassVar[
         dict[str, object]
-    ] = {}  # with our runtime, where `tidegate setup` must not write it
+    ] = {}  # of a test that enters our runtime itself, without `tidegate setup`
 
     def start(self, image: Path) -> None:
         """Start dockerd, without a bridge and therefore without iptables."""
@@ -386,7 +386,7 @@ class Docker(Engine):
         self.host.check("docker", "save", "--output", str(archive), image)
 
 
-# A sandbox's score of -998 needs CAP_SYS_RESOURCE, which root does not have on every machine.
+# A sandbox's OOM score of -998 needs CAP_SYS_RESOURCE, which root does not have on every machine.
 CONTAINERD_2 = """version = 2
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{image}"
@@ -553,7 +553,7 @@ class OverCri(Engine):
             started.pod = answer[1][0].decode()
             config = {
                 1: {1: "main"},
-                2: {1: image, 18: image},  # the id for the pod, and the name that the user gives it
+                2: {1: image, 18: image},  # the image's id, and the name that the user specified
                 3: arguments,
                 7: mounts,
                 9: strings({**_labels(started), "io.kubernetes.container.name": "main"}),
@@ -618,7 +618,7 @@ CRIO_BIN = "/opt/crio/bin"  # directory on the node
 LIBEXEC = "/usr/libexec/crio"
 PODMAN_LIBEXEC = "/usr/libexec/podman"
 CRIO_SOCKET = "/run/crio/crio.sock"
-# It serves HTTP next to gRPC.
+# CRI-O serves HTTP and gRPC on the same socket.
 CRIO_ANSWERS = ("curl", "--silent", "--unix-socket", CRIO_SOCKET, "http://localhost/info")
 
 # The 10-crio.conf of CRI-O's own packages: the programs are not on PATH.
@@ -647,7 +647,7 @@ enable_nri = false
 
 
 def crio_binds() -> list[str]:
-    """Return what a node binds for CRI-O: nothing if TIDEGATE_ENGINE_BIN names no directory of programs."""
+    """Return a node's bind mounts for CRI-O: none if TIDEGATE_ENGINE_BIN is not set."""
     if not ENGINE_BIN:
         return []
     for program in CRIO_PROGRAMS:

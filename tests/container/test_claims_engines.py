@@ -1,5 +1,5 @@
-"""Test the way from a ResourceClaim to a governed container, with the real driver, governor, hook and
-mirror, and engines with CDI.
+"""Test the path from a ResourceClaim to a governed container, with the real driver, governor, hook
+and mirror, and engines with CDI.
 
 The API server and the kubelet are stand-ins (tests/kubernetes). Like the kubelet, the tests ask the
 engine for the devices that the driver's answer names.
@@ -179,9 +179,7 @@ def test_containers_with_a_claim_start_without_the_driver(
         wait_for(lambda: not cluster.site.books(), "the container to be gone")
 
 
-def test_a_claim_that_was_taken_back_starts_no_container(
-    cluster: ClaimNode, engine: Engine
-) -> None:
+def test_a_withdrawn_claim_starts_no_container(cluster: ClaimNode, engine: Engine) -> None:
     document = cluster.allocate("gone", result(compute="40", memory="2Gi"))
     devices = cluster.prepare(document)
     (path,) = cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*")

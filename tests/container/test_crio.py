@@ -112,7 +112,7 @@ NO_CONMON = (
 )
 
 
-def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_version(
+def test_cri_o_starts_after_setup_but_not_with_the_handler_of_an_older_version(
     host: EngineHost,
 ) -> None:
     host.write(DROP_IN, OLD)

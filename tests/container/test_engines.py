@@ -172,7 +172,8 @@ def make_site(
             for program in ("tidegate-hook", "tidegate-runtime"):
                 built = build_dir / "oci_hook/front" / program
                 host.path(f"/usr/bin/{program}").symlink_to(built)
-            # It runs in the namespaces of the engines, as on a real node: it serves no others.
+            # The server runs in the namespaces of the engines, as on a real node: it serves only
+            # callers in the same ones.
             server = host.start(
                 str(ROOT / "oci_hook/tidegate-forkserver"), log=host.work / "forkserver.log"
             )
@@ -452,7 +453,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
     begin(site, started)
 
 
-def test_a_device_whose_annotations_do_not_reach_the_hook_is_refused_with_the_reason(
+def test_a_cdi_device_is_refused_with_the_reason_if_no_annotations_reach_the_hook(
     site: EngineSite, engine: Engine, tmp_path: Path
 ) -> None:
     """This happens with containerd's default handler, which passes no annotations on."""
@@ -478,7 +479,7 @@ NO_LIBRARY = (
 def test_a_commit_of_an_ended_container_contains_nothing_of_ours(
     site: EngineSite, engine: Engine
 ) -> None:
-    """The layer is that of the same container without Tidegate; anything else in it equals the image below."""
+    """The layer is the same as without Tidegate, except for entries that equal the image's."""
     ungoverned = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
@@ -536,7 +537,7 @@ def test_the_sandbox_of_a_pod_takes_no_quota(
 
 
 def test_leftovers_of_engines_are_reported_and_removed(tmp_path: Path) -> None:
-    """Tests the harness itself: `EngineHost.leave` reports the processes that still run."""
+    """Test the harness itself: `EngineHost.leave` reports the processes that still run."""
     host = EngineHost(unpacked(machine()), tmp_path).__enter__()
     try:
         daemon = host.start("sleep", "1000", log=tmp_path / "log")

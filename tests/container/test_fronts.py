@@ -586,7 +586,7 @@ def test_other_hooks_stay_in_place_and_precede_ours(
     """A hook entry that names our hook with other options is replaced; no other hook runs between
     the creation of the device nodes and ours.
     """
-    # The other hook reads its input: crun fails the start if a hook ends without that (broken pipe).
+    # The other hook reads its input: crun fails the start if a hook ends before (a broken pipe).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
     bundle = plain(node, SHOW)

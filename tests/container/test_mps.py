@@ -194,7 +194,7 @@ def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node:
     assert "tidegate: " not in output
 
 
-def test_auto_takes_any_gpu_with_room_and_that_gpus_strategy(node: BenchNode) -> None:
+def test_auto_uses_the_strategy_of_any_gpu_with_room(node: BenchNode) -> None:
     first = worker(node, "first", devices="0")
     second = worker(node, "second", devices="1")
     known = node.list_containers()

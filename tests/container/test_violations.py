@@ -421,7 +421,9 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         pytest.param(signal.SIGKILL, id="dies"),
     ],
 )
-def test_no_container_stays_frozen_after_the_governor_ends(place: Place, number: signal.Signals) -> None:
+def test_no_container_stays_frozen_after_the_governor_ends(
+    place: Place, number: signal.Signals
+) -> None:
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)

@@ -112,7 +112,7 @@ def test_docker_that_has_not_read_its_file_again_is_wrong(host: Host) -> None:
     ]
 
 
-def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host: Host) -> None:
+def test_a_checkouts_wrapper_that_adds_a_missing_hook_is_wrong(host: Host) -> None:
     own = "/opt/checkout/oci_hook"
     for name in ("tidegate-runtime", "tidegate-hook"):
         host.program(f"{own}/{name}")
@@ -260,7 +260,7 @@ def test_a_handler_that_does_not_reach_the_hook_is_wrong(
     assert host.check("containerd.handler")[-1].startswith(said.format(path=f"/{CONFIG}"))
 
 
-def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None:
+def test_a_default_handler_that_an_import_removed_is_wrong(host: Host) -> None:
     """containerd 1.6.20 dumps this if a drop-in has only Tidegate's handler."""
     text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
     host.put(CONFIG, text)
@@ -298,7 +298,7 @@ def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
     assert host.check("containerd.handler")[0].startswith(f"wrong: {what} runs None")
 
 
-def test_a_runtime_of_our_name_that_is_not_ours_is_wrong(host: Host) -> None:
+def test_another_program_as_the_runtime_tidegate_is_wrong(host: Host) -> None:
     host.program("usr/sbin/runc")
     set_docker(host, {"runtimes": {"tidegate": {"path": "/usr/sbin/runc"}}})
     assert host.check("docker.runtime")[0].startswith(
@@ -330,7 +330,9 @@ def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
         ((), False),
     ],
 )
-def test_a_star_of_containerds_ends_at_a_slash(patterns: tuple[str, ...], *, through: bool) -> None:
+def test_a_star_in_containerds_patterns_ends_at_a_slash(
+    patterns: tuple[str, ...], *, through: bool
+) -> None:
     assert passes(patterns, "tidegate.gpu/memory") is through
 
 
@@ -485,7 +487,7 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
     )
 
 
-def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host) -> None:
+def test_a_podman_service_that_started_before_the_setup_is_wrong(host: Host) -> None:
     assert host.check("podman.service") == ["note: no Podman API service runs"]
     put_service(host.root, 4711, unit=True)
     put_service(host.root, 4712, unit=False, age_s=-100)
@@ -520,7 +522,7 @@ def test_a_container_that_podman_would_restart_without_the_hooks_is_a_warning(ho
     ]
 
 
-def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:
+def test_crio_that_would_run_the_hook_twice_is_a_warning(host: Host) -> None:
     host.put(
         "etc/crio/crio.conf", f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n'
     )
@@ -587,7 +589,7 @@ def test_an_invalid_cdi_file_is_a_warning(host: Host, text: str) -> None:
     assert state(host.check("nvidia.cdi")) == ["ok"]
 
 
-def test_nvidias_runtime_as_a_default_is_warned_of(host: Host) -> None:
+def test_nvidias_runtime_as_a_default_is_a_warning(host: Host) -> None:
     right = ["ok: no engine has NVIDIA's runtime as its default"]
     assert host.check("nvidia.default-runtime") == right
     set_docker(host, {"default-runtime": "nvidia"})
@@ -647,7 +649,7 @@ def test_the_remedy_names_crios_drop_in_that_makes_nvidias_runtime_the_default(h
     )
 
 
-def test_the_remedy_for_docker_tells_its_file_from_its_command_line(host: Host) -> None:
+def test_the_remedy_for_docker_distinguishes_its_file_and_its_command_line(host: Host) -> None:
     set_docker(host, {"default-runtime": "nvidia"})
     set_running(host, DefaultRuntime="nvidia")
     assert host.check("nvidia.default-runtime")[0].endswith(
@@ -660,7 +662,7 @@ def test_the_remedy_for_docker_tells_its_file_from_its_command_line(host: Host) 
     )
 
 
-def test_nvidias_hook_is_warned_of(host: Host) -> None:
+def test_nvidias_hook_is_a_warning(host: Host) -> None:
     assert host.check("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
     path = "usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
     host.json(path, hook_file(hook={"path": "/usr/bin/nvidia-container-runtime-hook"}))

@@ -28,7 +28,7 @@ def work(cuda: Cuda, number: int, together: threading.Barrier, found: list[int |
         found[number] = sum(cuda.words(block, WORDS))
         cuda.call("cuMemFree_v2", block)
         cuda.call("cuStreamDestroy_v2", stream)
-    except Exception as e:  # noqa: BLE001 - a thread's error is its answer
+    except Exception as e:  # noqa: BLE001 - a thread's error is its result
         found[number] = repr(e)
 
 

@@ -91,8 +91,8 @@ class Wanted:
 class RecoveredContainer:
     """State of a running container that the previous governor left.
 
-    `grant` and `ledger` are None if they were not found. They are then created anew, and running
-    processes do not see the new ones. Each process comes with its pidfd. `membership` is None if it
+    `grant` and `ledger` are None if they were not found. New ones are then created, which running
+    processes do not see. Each process comes with its pidfd. `membership` is None if it
     was not stored. `others` are the members after the first, with their pidfds. `suspended` is
     true if some of its processes may be suspended.
     """
@@ -520,7 +520,7 @@ class Container:
         """Release everything: the GPU, the slots, the socket, the directory.
 
         With `keep` the container continues without the governor: its pages, its processes' charges,
-        its directory and its rows in the state stay, and it keeps to its quota by itself.
+        its directory and its rows in the state stay, and its control library enforces the quota.
         """
         if self._closed:
             return

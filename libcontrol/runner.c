@@ -428,8 +428,8 @@ static void leave_gangs(struct runner *runner)
 
 /*
  * With `open`, lets all containers start work at any time, because the GPU's own scheduler divides
- * the time between them; otherwise ends that. The heartbeat continues. No container has a grant of
- * the arbiter in the meantime.
+ * the time between them; otherwise ends that. While the runner is open, the heartbeat continues,
+ * and no container has a grant of the arbiter.
  */
 RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 {

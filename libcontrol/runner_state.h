@@ -31,7 +31,7 @@ struct runners {
 struct runner {
     struct runner_config config;
     struct runners *runners; /* NULL: it has no part in gangs */
-    uint32_t gpu;            /* its number there */
+    uint32_t gpu;            /* its index in runners->each */
     pthread_mutex_t mutex;
     pthread_t thread;
     bool running;
@@ -39,7 +39,7 @@ struct runner {
     int epoll_fd;
     int wake_fd;
     int due_fd; /* written when a process begins to wait for a sample */
-    bool due;   /* that was reported, and has not been checked since */
+    bool due;   /* a wait was reported; no other one is until runner_due() finds none */
     struct arbiter *arbiter;
     struct arbiter_view view;
     struct runner_tenant tenants[ARBITER_N_TENANTS];

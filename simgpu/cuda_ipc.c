@@ -59,7 +59,7 @@ static int named_device(const struct name *name)
     return -1;
 }
 
-/* Does the process that exported the handle still exist? */
+/* Returns whether the process that exported the handle still exists. */
 static bool named_process(struct device *device, const struct name *name)
 {
     const struct gpu_slot *slot = &device->gpu->shared.slots[name->slot % GPU_SLOTS];

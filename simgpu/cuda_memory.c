@@ -171,7 +171,7 @@ ENTRY(cuMemGetAddressRange_v2, CUdeviceptr *basep, size_t *bytesp, CUdeviceptr a
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* As what a mapped allocation can be exported; other memory cannot. */
+/* Returns the types of handle that a mapped allocation can be exported as; 0 for other memory. */
 static uint64_t handle_types(uintptr_t address)
 {
     struct handle *handle;

@@ -273,7 +273,7 @@ bool device_wait(struct device *device, uint64_t when)
     return true;
 }
 
-/** device_slot_away() - are the memory and the contexts of one attachment checkpointed? */
+/** device_slot_away() - whether the memory and contexts of one attachment are checkpointed */
 bool device_slot_away(const struct device *device, uint32_t slot)
 {
     return device->gpu->shared.slots[slot].state == CU_PROCESS_STATE_CHECKPOINTED;

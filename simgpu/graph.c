@@ -1,7 +1,7 @@
 /*
  * Executable graphs
  *
- * Launching one submits the commands of its graph again, in their order.
+ * Each launch submits the commands of the graph again, in their order.
  */
 #include "graph.h"
 
@@ -13,7 +13,7 @@ struct graph_exec {
     struct command *commands;
     size_t n;
     struct graph_memory *memory;
-    bool free_again; /* a launch may end the allocations of the last one */
+    bool free_again; /* a launch may end the allocations of the previous launch */
 };
 
 static struct pool execs_pool = POOL(graph_exec, 0x47584530);

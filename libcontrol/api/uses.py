@@ -1,4 +1,4 @@
-"""Rows of the API table for functions that use device memory without starting work or taking any.
+"""Rows of the API table for functions that use device memory, but allocate none and start no work.
 
 They wait while the container's memory is parked in host memory. The driver checks addresses in
 these calls, or writes to them.

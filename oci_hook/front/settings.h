@@ -7,7 +7,7 @@
 struct settings {
     const char *root;                /* the state directory that --root names; "" if none */
     char runtime[PATH_MAX];          /* the OCI runtime to execute */
-    char runtime_for_root[PATH_MAX]; /* the runtime that `runtime-for` has for `root`; "" if none */
+    char runtime_for_root[PATH_MAX]; /* the one that `runtime-for` names for `root`; "" if none */
     char runtime_dir[PATH_MAX];      /* where the governor and the fork server listen */
     bool environment;                /* whether TIDEGATE_* variables may request a GPU */
     double timeout;                  /* seconds: the hook's deadline, and the script's own */

@@ -6,7 +6,7 @@ from tests.cluster.cluster import SYSTEM, RealCluster, pod
 from tests.cluster.kube_api import wait_for
 
 
-def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: RealCluster) -> None:
+def test_the_base_manifests_start_and_no_container_restarts(cluster: RealCluster) -> None:
     [daemon_set] = cluster.api.objects("daemonsets", SYSTEM)
     assert daemon_set["status"]["numberReady"] == len(cluster.nodes)
     assert len(cluster.first_look) == len(cluster.nodes)

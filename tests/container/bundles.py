@@ -108,7 +108,7 @@ class _Mirror:
         self.link(f"{directory}/{stem}.so", name)
 
     def restrict(self, directory: str, into: str, without: set[str]) -> list[str]:
-        """Make a set's directory with the same entries except some."""
+        """Make a set's directory with the entries of `directory`, except those of `without`."""
         (self.work / into).mkdir(parents=True)
         for entry in (self.work / directory).iterdir():
             copy = self.work / into / entry.name

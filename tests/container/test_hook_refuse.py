@@ -453,7 +453,7 @@ def test_poststop_never_fails(node: HookNode) -> None:
 
 
 def test_runc_shows_the_line_and_the_status(node: HookNode, runc: Runtime) -> None:
-    """The container's root is as it was, too."""
+    """The container's root is unchanged as well."""
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8GB"})
     before = tree(bundle.rootfs)
     ran = runc.run(bundle)

@@ -19,8 +19,8 @@ from tests.container.held import HeldContainer
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-# These tests wait for deadlines, and for seconds leave behind processes that cannot be killed,
-# which the searches of other tests would find.
+# These tests wait for deadlines. For some seconds they leave processes behind that cannot be killed,
+# and that other tests would find when they search for leftovers.
 pytestmark = pytest.mark.slow
 
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
@@ -30,8 +30,8 @@ LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
     f" most likely the container's root file system does not answer; {ANSWERS}"
 )
-# These are requests of a start to its root file system. The start is admitted between IMAGE and
-# MAKES.
+# Requests that a start makes to its root file system. The governor admits the container between
+# IMAGE and MAKES.
 IMAGE, MAKES = ("open", "ld.so.cache"), ("create", ".ld.so.cache.tidegate")
 OTHERS = [
     ("getattr", ""), ("mkdir", "glibc-hwcaps"), ("mkdir", "x86-64-v2"), ("create", "nvidia-smi"),

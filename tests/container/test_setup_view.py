@@ -85,7 +85,7 @@ def test_the_engines_message_is_the_reason(tmp_path: Path) -> None:
     assert not path.parent.exists()
 
 
-def test_a_version_that_does_not_know_the_command_is_not_asked(tmp_path: Path) -> None:
+def test_a_version_without_the_command_leaves_the_files_unchecked(tmp_path: Path) -> None:
     script = "echo 'unknown flag: --validate' >&2; exit 125"
     [line] = tell(script, tmp_path, unsupported=("unknown flag",))
     assert line.startswith("this sh does not know `sh -c ")
@@ -100,7 +100,7 @@ def test_the_engines_output_is_checked(tmp_path: Path) -> None:
         tell("echo fine", tmp_path, check=lambda _said: "the handler is not there")
 
 
-def test_a_program_that_is_missing_is_not_asked_and_none_runs_below_another_root(
+def test_a_missing_program_is_reported_and_none_runs_below_another_root(
     tmp_path: Path,
 ) -> None:
     edit = Edit("/etc/engine.conf", None, b"")

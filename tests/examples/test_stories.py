@@ -1,5 +1,5 @@
-"""Each story is played on the simulated GPU, and has the results that it states itself and on its
-page.
+"""Play each story on the simulated GPU, and check that it has the results that it states itself and
+on its page.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Whereabouts(enum.Enum):
 
 @dataclass(frozen=True)
 class Occupant:
-    """A container on one GPU: sizes are bytes, times are nanoseconds of any one clock."""
+    """A container on one GPU: sizes are bytes, times are nanoseconds on the same clock."""
 
     key: str
     quota: int

@@ -44,8 +44,8 @@ log = structlog.get_logger()
 WAIT_S = 30
 """Time within which the submitted work of a container has to end, in seconds."""
 FIRST_WAIT_S = 1.0
-"""The same in the first attempt with a container that has several processes or GPUs, so that some
-of its work may depend on other work of its own, in seconds. It doubles with each attempt."""
+"""The same for the first attempt with a container that has several processes or GPUs, so that parts
+of its work may depend on each other, in seconds. It doubles with each attempt."""
 RUN_S = 0.1
 """Time for which such a container runs on between two attempts, in seconds."""
 GRANTS_S = 3.0

@@ -1,11 +1,11 @@
 /*
  * CUDA IPC of blocks that can be moved; see parking.h.
  *
- * The driver shares only memory of its own cuMemAlloc by CUDA IPC. So the library gives out handles
- * of its own for these blocks. A process that opens one connects to a socket of the process that
- * gave it out, and receives a file descriptor for the physical allocation, which it maps. From the
- * first handle on, the block stays on the GPU, because it could not be moved for both processes at
- * once.
+ * The driver shares only memory of its own cuMemAlloc by CUDA IPC. For these blocks, the library
+ * therefore gives out its own handles. A process that opens a handle connects to a socket of the
+ * process that gave it out, and receives a file descriptor for the physical allocation, which it
+ * maps. From the first handle on, the block stays on the GPU, because it could not be moved for
+ * both processes at once.
  *
  * The socket is in the abstract namespace, so it ends with the process and needs no directory. A
  * connection has to present a number from the handle, because the namespace is the network's, which
@@ -363,7 +363,7 @@ static int fetch(const struct ipc_handle *handle)
     return fds[0];
 }
 
-/* Maps an allocation at addresses of its own. */
+/* Maps an allocation at newly reserved addresses. */
 static CUresult map_import(struct parking_block *block, int fd)
 {
     CUmemGenericAllocationHandle handle;

@@ -11,7 +11,7 @@
  * thread 1 of one container died while waiting, it would release the lock held by thread 1 of
  * another container. A process that has waited for a long time asks the kernel whether the holder
  * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
- * layout.h says why.
+ * see layout.h for the reason.
  */
 #include "device.h"
 
@@ -57,7 +57,7 @@ const char *device_directory(void)
 
 /*
  * A number that all libraries of one process share and that no other process has. AT_RANDOM changes
- * with each exec, so an attachment made before an exec does not look alive after it.
+ * with each exec, so an attachment made before an exec does not count as alive after it.
  */
 static uint64_t process_key(void)
 {

@@ -253,7 +253,7 @@ def open_node(
     runtime_dir: str | None = None,
     driver_dir: str | None = None,
 ) -> ExaminedNode:
-    """Return the node below `root`; an invalid configuration becomes one of its findings."""
+    """Return the node below `root`; an error in the configuration becomes `config_error`."""
     # The root is made absolute, because printed paths must not depend on the working directory.
     root = os.path.abspath(root)  # noqa: PTH100
     node = ExaminedNode(root)

@@ -303,7 +303,7 @@ def _started(ran: CommandResult) -> str:
 
 
 class Docker(Engine):
-    """dockerd, which starts a containerd of its own."""
+    """dockerd, which starts its own containerd."""
 
     name = "docker"
     settings: ClassVar[

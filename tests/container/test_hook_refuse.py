@@ -307,7 +307,7 @@ def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: HookN
 
 
 def test_a_failure_half_way_undoes_the_earlier_mounts(node: HookNode) -> None:
-    """The libraries and the grant are mounted when the program's place turns out to be taken."""
+    """The hook has mounted the libraries and the grant when it finds the program's path taken."""
     bundle = node.bundle("true")
     (bundle.rootfs / "usr/bin/nvidia-smi").mkdir()
     refuse(node, bundle, 76, "/usr/bin/nvidia-smi in the image is not a regular file")

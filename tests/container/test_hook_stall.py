@@ -19,8 +19,8 @@ from tests.container.held import HeldContainer
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-# These tests wait for deadlines. For some seconds they leave processes behind that cannot be killed,
-# and that other tests would find when they search for leftovers.
+# These tests wait for deadlines. For some seconds they leave processes that cannot be killed, which
+# other tests would find when they search for leftovers.
 pytestmark = pytest.mark.slow
 
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it

@@ -39,7 +39,7 @@ SOON_S = 2.0
 
 
 class SimulatedWithStray(Simulated):
-    """The simulated GPU; each image also has the culprit and a driver of its own."""
+    """The simulated GPU; each image also has the culprit and its own driver."""
 
     def __init__(self, work: Path, build: Path, devices: int = 1) -> None:
         super().__init__(work, build, devices=devices)
@@ -528,7 +528,7 @@ def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Pla
 def test_a_program_that_bypasses_the_library_and_undoes_its_suspension_is_held_to_the_quota(
     place: Place, build_dir: Path, *, joins: bool
 ) -> None:
-    """The driver lets processes of a container restore each other; here the test does it. The process may have registered, too."""
+    """The driver lets processes of a container restore each other; here the test does it. The process may also have registered."""
     with place(on_violation="limit", scheduling="hardware") as node:
         steps = [*(["join"] if joins else []), "own", "began", "burn:60000"]
         culprit = start(node, "culprit", *steps, compute="20")

@@ -84,7 +84,7 @@ def test_the_exposure_of_a_service_is_two_points_at_most(require, service):
     assert done.returncode == 0, done.stdout
 
 
-def test_the_mismatch_status_is_no_success_and_is_not_tried_again():
+def test_a_refresh_is_retried_after_a_changed_file_and_not_after_a_driver_error():
     assert settings("tidegate-refresh.service", "SuccessExitStatus") == ["SIGTERM"]
     prevented = settings("tidegate-refresh.service", "RestartPreventExitStatus")[0].split()
     assert "69" in prevented  # by docs/reference/errors.md, an error of the driver

@@ -45,8 +45,8 @@ had: others must not wait for that report for ever."""
 WAIT_NS = 30_000_000_000
 """A wait for room on the GPU that takes longer is logged."""
 UNKNOWN = 1 << 62
-"""Larger than any quota. What a container keeps that was found leaving is known only when it has
-left; until then this number stands for it."""
+"""Larger than any quota: used for what a container that was found leaving keeps, which is known only
+when it has left."""
 SAMPLE_NS = 5_000_000_000
 """Longest wait of a new governor for the first sample of the containers that it finds."""
 
@@ -227,7 +227,7 @@ class Parker:
 
     @staticmethod
     def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
-        """Return where the memory of a container is that has just started or been found running."""
+        """Return where the memory is of a container that is new, or was found by a new governor."""
         place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
         if not is_ordered and report.n_parked == report.n_processes:
             place = Whereabouts.PARKED

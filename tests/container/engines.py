@@ -308,7 +308,7 @@ class Docker(Engine):
     name = "docker"
     settings: ClassVar[
         dict[str, object]
-    ] = {}  # of a test that enters our runtime itself, without `tidegate setup`
+    ] = {}  # of a subclass that enters our runtime itself, without `tidegate setup`
 
     def start(self, image: Path) -> None:
         """Start dockerd, without a bridge and therefore without iptables."""

@@ -175,7 +175,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     bundle.config["root"]["path"] = str(bundle.rootfs)
     bundle.config["linux"]["devices"] = GPU_NODES
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
-    assert answer.status == 0  # the hook refuses as well, and its message is shown
+    assert answer.status == 0  # the hook finds the same error, and its message is shown
     node.log.unlink()
     bundle.config = json.loads(answer.stdout)
     assert_refused(node, runtime.run(bundle), word)
@@ -586,7 +586,7 @@ def test_other_hooks_stay_in_place_and_precede_ours(
     """A hook entry that names our hook with other options is replaced; no other hook runs between
     the creation of the device nodes and ours.
     """
-    # The other hook reads its input: crun fails the start if a hook ends before (a broken pipe).
+    # The other hook reads its input: if a hook ends before that, crun fails the start (EPIPE).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
     bundle = plain(node, SHOW)

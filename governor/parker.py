@@ -45,8 +45,8 @@ had: others must not wait for that report for ever."""
 WAIT_NS = 30_000_000_000
 """A wait for room on the GPU that takes longer is logged."""
 UNKNOWN = 1 << 62
-"""Larger than any quota: used for what a container that was found leaving keeps, which is known only
-when it has left."""
+"""Larger than any quota. It stands for what a container that was found leaving keeps, until that is
+known: when the container has left."""
 SAMPLE_NS = 5_000_000_000
 """Longest wait of a new governor for the first sample of the containers that it finds."""
 

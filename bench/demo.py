@@ -73,7 +73,7 @@ def driver_answers() -> bool:
 
 
 def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
-    """Return a real GPU's machine if there is one, unless the simulated one is requested."""
+    """Return the machine of a real GPU if there is one, unless a simulated GPU is requested."""
     if not args.simulated and driver_answers():
         return Nvidia(work, build, options=["--compile"] if args.compile else [])
     return Simulated(work, build)
@@ -172,7 +172,7 @@ def watch(node: BenchNode, until: float, began: float, quotas: dict[str, int]) -
 def ask_for_too_much(
     node: BenchNode, limit: int, requested: int, job: str
 ) -> tuple[RefusedAllocation, int]:
-    """Run a container that allocates more than its quota; return the driver API's answer to it."""
+    """Run a container that allocates more than its quota; return the result and its exit status."""
     arguments = [*node.machine.command(job, inside=True), "--allocate", str(requested)]
     container = node.start("greedy", arguments, {"memory": str(limit), "compute": "1"})
     status = node.wait(container, 120)
@@ -241,7 +241,7 @@ def wait_for_result(
 def measure(
     args: argparse.Namespace, machine: Machine
 ) -> tuple[dict[str, Any], list[ReportedContainer]]:
-    """Run everything, and return the report."""
+    """Run everything, and return the report and the containers' results."""
     quotas = dict(zip(NAMES, args.quotas, strict=False))
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
@@ -301,7 +301,7 @@ def measure(
 
 
 def inner_span(results: list[ReportedContainer], seconds: float) -> tuple[int, int]:
-    """Return the span in which all ran, less the settling time, on the GPU's own clock."""
+    """Return the span in which all jobs ran, less the settling time, on the GPU's own clock."""
     begin = max(one.progress.begin for one in results) + int(SETTLE_S * NS_PER_S)
     end = min(one.progress.end for one in results)
     return begin, min(end, begin + int(seconds * NS_PER_S))

@@ -1,16 +1,16 @@
 """`python -m bench.parking`: several models on one GPU that has not enough memory for all.
 
 Each container holds memory with known contents: blocks of the driver API, or the weights of a model
-in PyTorch (model.py and torch_model.py in examples/workloads/programs). They are asked in turn, so
-the one that is asked has to come back from host memory while another one leaves. Next to them, a
-container whose memory is never parked runs kernels all the time. Then two containers that always
-compute, and do not fit together, share the GPU in turns. Before that, the same program answers with
-the GPU to itself, without Tidegate. The part `deaths` (deaths.py) kills processes while they move.
+in PyTorch (model.py and torch_model.py in examples/workloads/programs). The models are asked
+in turn, so the one that is asked has to come back from host memory while another one leaves. Next
+to them, a container whose memory is never parked runs kernels all the time. Then two containers
+that always compute, and do not fit together, use the GPU in turn. Before that, the same program
+answers with the GPU to itself, without Tidegate. The part `deaths` (deaths.py) kills processes
+while their memory moves.
 
 The run fails if contents differ, if an answer does not come, or if a container holds more device
-memory than its quota. How long the first kernel waits, at which rate memory moves, what the
-neighbour loses and what two busy containers deliver is reported. The results are written to
-parking.json.
+memory than its quota. It reports how long the first kernel waits, at which rate memory moves, what the
+neighbour loses and what two busy containers deliver. The results are written to parking.json.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ PARTS = ("models", "pair", "deaths")
 READY_S = 300.0
 ANSWER_S = 120.0
 PAUSE_S = 1.1
-"""Between two questions, in seconds: as long as a container stays at least."""
+"""Seconds between two questions: the minimum time for which a container stays on the GPU."""
 DEVICE = "0"
-"""All containers share this GPU, also where there are more."""
+"""All containers share this GPU, even if the machine has more."""
 NEIGHBOUR = ArmContainer(30, limit=100)
 
 
@@ -168,7 +168,7 @@ def parking_of(node: BenchNode, container: Running) -> dict[str, Any]:
 
 
 def finish(node: BenchNode, container: Running) -> dict[str, Any]:
-    """Let a model end, and return what it says about its contents."""
+    """Let a model end, and return its report on its contents."""
     (container.out / "stop").touch()
     status = node.wait(container, READY_S)
     answer = last_json(container.output)
@@ -180,7 +180,7 @@ def finish(node: BenchNode, container: Running) -> dict[str, Any]:
 def measure_models(
     node: BenchNode, n_models: int, held: int, rounds: int, program: ModelProgram
 ) -> dict[str, Any]:
-    """Ask models in turn, next to a container that works; return what was seen."""
+    """Ask models in turn, next to a container that works; return the measurements."""
     models = []
     for i in range(n_models):
         models.append(start_model(node, f"model-{i}", held, program))
@@ -304,7 +304,7 @@ def summarise_models(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of the parts that ran; `pair` is the work of two in that of one alone."""
+    """Return the figures of the parts that ran; `pair` is the work of two relative to one alone."""
     found = summarise_models(report) if "models" in report else {}
     if "pair" in report:
         pair = report["pair"]
@@ -316,7 +316,7 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options: of the machine, the models, and the two busy containers."""
+    """Add the options for the machine, the models, and the two busy containers."""
     parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument("--parts", default="models,pair", help="of models,pair,deaths")
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
@@ -337,7 +337,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, object]:
-    """Return the governor's configuration."""
+    """Return the settings for the governor's configuration."""
     memory: dict[str, object] = {"overbook": args.overbook}
     if args.host_mib is not None:
         memory["host"] = f"{args.host_mib}Mi"
@@ -349,7 +349,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, object]:
 
 
 def measure_part(node: BenchNode, part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was seen in one part of a run."""
+    """Return the measurements of one part of a run."""
     held, program = args.held_mib * MIB, PROGRAMS[args.program]
     pair = (args.pair_mib or args.held_mib) * MIB
     if part == "pair":
@@ -365,7 +365,7 @@ def measure_part(node: BenchNode, part: str, args: argparse.Namespace) -> dict[s
 def measure_parts(
     machine: Machine, parts: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the report of a run, each part with a governor of its own."""
+    """Return the report of a run, in which each part has a separate governor."""
     settings = settings_of(args)
     report = {"settings": settings, "held": args.held_mib * MIB, "program": args.program}
     for part in parts:

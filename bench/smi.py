@@ -20,7 +20,7 @@ from bench.node import BenchNode
 
 QUOTA_MIB = 3072
 BUSY = 80
-"""Minimum utilisation by a burner of the part of the GPU that it may use, percent."""
+"""Minimum utilisation of the part of the GPU that a burner may use, in percent."""
 WORK_S = 15
 LOOK_S = 9
 
@@ -50,7 +50,7 @@ NEIGHBOUR = {"memory": "3Gi", "compute": "60"}
 
 @dataclass
 class SmiOutput:
-    """Output of nvidia-smi at one time: MiB, percent, and the MiB of each process by pid."""
+    """Output of nvidia-smi at one time: MiB, percent, and each process's MiB by pid."""
 
     burner: int
     name: str = ""

@@ -13,7 +13,7 @@ class TidegateError(OperatorError):
     """A fault of the node, its configuration or a request."""
 
     is_logged = False
-    """Whether it has an event of its own in the log, so that a refused request needs no other."""
+    """Whether the error has its own event in the log, so that no refusal is logged for it."""
 
 
 class ConfigError(TidegateError):

@@ -26,7 +26,7 @@ class Scheduled:
         self._runners = list(runners)
         self._tenants: list[int] = []
         self._gang = NO_TENANT
-        # Pidfds of unregistered processes that are held to the quota, by GPU and pid.
+        # Pidfds of the unregistered processes that are held to the quota, by GPU and pid.
         self._held: dict[int, dict[int, int]] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -44,7 +44,7 @@ class Scheduled:
 
     @property
     def _together(self) -> Together | None:
-        """The coordinator of all GPUs; None if they are scheduled in different ways."""
+        """The coordinator of the gangs on all GPUs; None if the GPUs are scheduled differently."""
         ways = {id(runner.together): runner.together for runner in self._runners}
         return ways.popitem()[1] if len(ways) == 1 else None
 
@@ -56,7 +56,7 @@ class Scheduled:
     def enter(self, slot: int, pid: int, pidfd: int, contexts: Callable[[int], int]) -> None:
         """Announce a process, which may create a context on each GPU.
 
-        `contexts` returns the context count that it reports for a GPU, by index.
+        `contexts` returns the number of contexts that the process reports on a GPU, by index.
         """
         for i, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=False)):
             runner.enter(tenant, slot, pid, pidfd, lambda i=i: contexts(i))  # type: ignore[misc]
@@ -92,7 +92,7 @@ class Scheduled:
         return self._runners[device].stats(self._tenants[device])
 
     def waits(self, device: int) -> Waits:
-        """Return the container's waits for its grants of GPU `device`."""
+        """Return how long the container waited for its grants of GPU `device`."""
         return self._runners[device].waits(self._tenants[device])
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:

@@ -190,7 +190,7 @@ void account_give(int device, uint64_t size, bool unseen)
     }
 }
 
-/* Notes that charged memory leaves the GPU and stays charged, or is about to be there again. */
+/* Notes that charged memory leaves the GPU and stays charged, or is about to return to it. */
 void account_hide(int device, uint64_t size, bool hidden)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -347,7 +347,8 @@ static bool account_fits(int device, uint64_t used, uint64_t size)
     return !__builtin_add_overflow(used, size, &used) && used <= account_limit(device);
 }
 
-/* Sleeps for a moment, during which memory may be parked. Returns for how long it then was away. */
+/* Sleeps for 1 ms, during which memory may be parked. Returns how long the memory was away after
+ * that, in ns. */
 static uint64_t account_nap(void)
 {
     uint32_t depth = parking_pause();
@@ -364,8 +365,9 @@ static uint64_t account_nap(void)
  *
  * A sample that begins while the container allocates leaves open how much the driver took, and
  * the published overhead may then be too high. A sample that is due may find that the driver gave
- * memory back. As long as either could make room, this waits for samples, and asks for one if none
- * is due. Nothing is claimed meanwhile: claims that are taken back make a sample uncertain, too.
+ * memory back. As long as either could make room, this function waits for samples, and requests one
+ * if none is due. Meanwhile it claims nothing, because claims that are taken back make a sample
+ * uncertain, too.
  */
 static cold bool account_await_room(int device, uint64_t size, bool unseen)
 {

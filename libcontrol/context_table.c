@@ -1,10 +1,10 @@
 /*
  * The contexts of this process, and the owner of what is allocated in any of them.
  *
- * What is allocated in a context ends with it, so each block records its owner: a created context
- * by its position in the table below, counted from 1, the primary one as 0. Green contexts allocate
- * in the primary one. contexts.c and primary.c, which replace the calls that create and end
- * contexts, maintain the table.
+ * What is allocated in a context ends with it, so each block records the number of its owner: a
+ * created context's position in the table below, counted from 1, or 0 for the primary context.
+ * Green contexts allocate in the primary one. contexts.c and primary.c, which replace the calls
+ * that create and end contexts, maintain the table.
  *
  * An owner's number has eight bits. What is allocated in a context for which no owner number is
  * left stays charged after the end of the context, unless the program frees it first.

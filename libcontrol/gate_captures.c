@@ -67,8 +67,8 @@ bool gate_captures(void)
 }
 
 /* The streams in which captures began; a capture ends only in the stream in which it began. The end
- * of a capture for which the table has no place is never noticed, and each launch then queries the
- * driver for the rest of the process's life. */
+ * of a capture that did not fit into the table is never noticed, and each launch then queries the
+ * driver until the process ends. */
 static struct capture {
     CUstream stream;
     const void *thread;
@@ -126,9 +126,9 @@ static cold void capture_log(void)
 /*
  * Notes a capture, before another thread can launch into the stream.
  *
- * If the table is full, a capture to a graph is still recognised by the driver's answers. One to a
- * command list would not be, and waits and events would get into the command list, so it must not
- * begin.
+ * If the table is full, a capture to a graph is still recognised by the driver's answers. A capture
+ * to a command list would not be recognised, and the library's waits and events would get into the
+ * command list, so such a capture must not begin.
  */
 enum gate_capture gate_capture_begin(CUstream stream, bool to_graphics)
 {

@@ -92,7 +92,7 @@ class CreatedContainer:
 
 
 class MountNamespace:
-    """Runs the body of `with MountNamespace(container) as rootfd` in that mount namespace."""
+    """Runs the body of `with MountNamespace(container) as rootfd` in the container's namespace."""
 
     def __init__(self, container: CreatedContainer) -> None:
         self.container = container
@@ -187,11 +187,11 @@ class Undo:
 def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
     """Open a detached, read-only, private copy of a mount of the host.
 
-    `hold` is a descriptor of the generation that the manifest was read from: its path may lead to
-    another generation by now.
+    `hold` is a descriptor of the generation that the manifest was read from, because the path may
+    lead to another generation by now.
 
-    Return None for a `may_lack` directory that does not exist or does not answer. A link does not
-    count: one of these directories is below /tmp, where any user may create links.
+    Return None for a `may_lack` directory that does not exist or does not answer. A link counts
+    as missing, because one of these directories is below /tmp, where any user may create links.
     """
     may_lack = isinstance(operation, BindDirectory) and operation.may_lack
     try:
@@ -486,7 +486,7 @@ class Applier:
                     else "use a root file system that the runtime can write to",
                 ) from e
             if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
-                # Programs are a convenience, so the container starts without them.
+                # Programs are optional, so the container starts without them.
                 self.skipped.append(f"/{operation.target}: {reason}")
                 return
             if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):

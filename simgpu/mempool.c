@@ -17,14 +17,14 @@
 
 #define UNIT       (32ull << 20)
 #define BLOCK_UNIT 512ull
-#define ROOM       4 /* times the device's memory: addresses enough to tolerate fragmentation */
+#define ROOM       4 /* times the device's memory: enough addresses to tolerate fragmentation */
 
 struct mempool {
     struct object object;
     struct mempool *next;
     struct device *device;
     int ordinal;
-    bool host;  /* its memory is host memory and takes nothing of the device */
+    bool host;  /* its memory is host memory and takes none of the device's */
     bool ended; /* the handle has ended, but blocks are left */
     uintptr_t base;
     size_t n_units;
@@ -110,7 +110,7 @@ CUresult mempool_chosen(int ordinal, struct mempool **poolp)
     return CUDA_SUCCESS;
 }
 
-/** mempool_choose() - set that pool; it must belong to the device */
+/** mempool_choose() - set the pool that mempool_chosen() returns; it must belong to the device */
 CUresult mempool_choose(int ordinal, struct mempool *pool)
 {
     if (pool->host || pool->ordinal != ordinal)
@@ -222,7 +222,7 @@ static void count_used(struct mempool *pool, size_t size)
         pool->used_high = pool->used;
 }
 
-/* Reuse a block of that size that this same stream is about to free. */
+/* Reuse a block of this size whose free is pending in the same stream. */
 static bool take_again(struct mempool *pool, const struct stream *stream, size_t bytes, size_t size,
                        uintptr_t *addressp)
 {
@@ -239,7 +239,7 @@ static bool take_again(struct mempool *pool, const struct stream *stream, size_t
     return false;
 }
 
-/** mempool_returned() - a block has left the table */
+/** mempool_returned() - a block has been removed from the table */
 static void mempool_returned(const struct allocation *block)
 {
     struct mempool *pool = block->mempool;
@@ -286,7 +286,7 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
 /**
  * mempool_forget_stream() - a stream ends
  *
- * The blocks that it is about to free still wait for that, but no stream can reuse them earlier.
+ * Blocks whose free is pending in the stream stay pending, but no stream can reuse them before it.
  */
 void mempool_forget_stream(const struct stream *stream)
 {
@@ -407,8 +407,7 @@ CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const 
     }
 }
 
-/** mempool_forget() - end all handles; `owner` is false if the pools belong to the parent process
- */
+/** mempool_forget() - end all handles; `owner` is false if the parent process owns the pools */
 void mempool_forget(bool owner)
 {
     while (mempools) {

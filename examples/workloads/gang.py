@@ -4,7 +4,7 @@
     gang.py --form processes|single --work reduce|train --seconds S --out DIR [--wait-file F]
 
 `processes` runs a process for each GPU, `single` one process and one thread for all of them.
-`reduce` multiplies matrices and checks every sum that the all-reduce gave; `train` trains a small
+`reduce` multiplies matrices and checks every result of the all-reduce; `train` trains a small
 model with the data divided, and records the sum of its weights every 100 steps. Each GPU's own
 clock stamps the parts of an iteration into DIR/gpu<n>.bin. The job prints its progress once a
 second, and a line of JSON at the end. It ends when the time is over or DIR/end exists. After
@@ -35,11 +35,11 @@ DEPTH = 4
 """Iterations that are launched ahead of the last one that the GPUs have completed."""
 
 QUIET_S, STILL_S, SET_UP_S = 20.0, 60.0, 90.0
-"""Times without progress: until the processes print their stacks; until the job fails; and the
-same while it sets up."""
+"""Seconds without progress after which the processes print their stacks, after which the job fails,
+and after which it fails while it sets up."""
 
 NCCL = {
-    # Not every machine has multicast over NVLink, and it may harm users of the same switches.
+    # Not every machine has multicast over NVLink, and it may harm other users of the switches.
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MNNVL_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -105,7 +105,7 @@ def work(options: argparse.Namespace) -> None:
             words[DONE + number] = done
         over = words[END] or now - begin > options.seconds
         if number == 0 and over and not words[STOP_AT]:
-            # No process is beyond this iteration: its all-reduce needs this process's half.
+            # No process can be beyond this iteration, because its all-reduce needs this process.
             words[STOP_AT] = i + 4 * DEPTH
     for mark in pending:
         backend.wait(mark)
@@ -121,7 +121,7 @@ def work(options: argparse.Namespace) -> None:
     backend.close()
 
 
-# ---- all of them ----
+# ---- the parent of all processes ----
 
 
 def choose_gpus() -> None:

@@ -21,8 +21,8 @@ LONGEST = 500  # maximum number of characters shown of an engine's line
 def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -> list[str]:
     """Let an engine check the planned files.
 
-    Raise SetupError with the engine's message if it fails. Return a note for the operator if the
-    check was not possible. There is no check if the root is not /.
+    Raise SetupError with the engine's message if the check fails. Return a note for the operator if
+    the check was not possible. There is no check if the root is not /.
     """
     if validation is None or not edits or root.root != "/":
         return []

@@ -1,4 +1,4 @@
-"""A node of a cluster: containerd and a kubelet on a Debian root file system, in namespaces of their own.
+"""A cluster's node: containerd and a kubelet on a Debian root file system, in separate namespaces.
 
 Unlike the nodes of tests/container, it has a PID namespace and a disk: `ClusterNode.crash` ends all of its processes at
 once, as a reset does, and the files below /etc, /opt and /var are still there when it boots again, with a new boot id. Its
@@ -37,8 +37,8 @@ PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
 GPU_MEMORY = "128GiB"
 READY_S = 90.0
 
-# Settings that a kubelet always makes. A node has files of its own with these values mounted over
-# /proc/sys, because a write from any namespace changes the settings of the whole machine.
+# Settings that a kubelet always makes. A node has files with these values mounted over /proc/sys,
+# because a write from any namespace changes the settings of the whole machine.
 KERNEL = {
     "kernel/keys/root_maxbytes": "25000000",
     "kernel/keys/root_maxkeys": "1000000",
@@ -151,7 +151,7 @@ KUBELET = {
 
 
 class NodeDaemon:
-    """A daemon of a node; `kill` ends it as a crash does, and leaves the processes that it has started."""
+    """A daemon of a node; `kill` ends it as a crash does, and leaves its children running."""
 
     def __init__(self, node: ClusterNode, name: str, command: list[str]) -> None:
         self.node = node
@@ -161,7 +161,7 @@ class NodeDaemon:
 
     @property
     def pid(self) -> int | None:
-        """Its PID on this machine; None while it is not running."""
+        """The daemon's PID on this machine; None while it is not running."""
         if self._entered is None or self._entered.poll() is not None:
             return None
         # nsenter forks to enter the PID namespace, and waits for its child.
@@ -195,7 +195,7 @@ class NodeDaemon:
         assert not ended, f"{self.name} of {self.node.name} has ended\n{self.tail()}"
 
     def tail(self) -> str:
-        """The last lines of its log."""
+        """The end of the daemon's log."""
         path = self.node.log(self.name)
         return path.read_text(errors="replace")[-3000:] if path.exists() else ""
 
@@ -368,10 +368,10 @@ class ClusterNode:
     def keep_fresh(self, image: str) -> None:
         """Put the control libraries of Tidegate's image at the paths that its mirror records.
 
-        A mirror is refused if the files that it was made from have changed. For NVIDIA's driver only the version of the
-        kernel module is compared. The simulated driver has no kernel module, so all files are compared; and because the
-        DaemonSet makes the mirror in a container, the recorded paths are those of the image, and those of the node below
-        /host.
+        A mirror is refused if the files that it was made from have changed. For NVIDIA's driver only
+        the version of the kernel module is compared. The simulated driver has no kernel module, so
+        all files are compared. Because the DaemonSet makes the mirror in a container, the mirror
+        records paths of the image, and paths of the node below /host.
         """
         place = "/usr/lib/tidegate"
         self.check("mkdir", "-p", "/tmp/image", place)
@@ -382,7 +382,7 @@ class ClusterNode:
 
     def crash(self) -> list[str]:
         """Kill all processes of the node at once, without notice; return a description of each
-        process that did not end.
+        process that did not end and each control group that could not be removed.
         """
         left = []
         if self._unshare is not None:
@@ -426,7 +426,7 @@ class ClusterNode:
     # Files and processes of the node.
 
     def path(self, inside: str | Path) -> Path:
-        """Return the path on this machine of a path of the node."""
+        """Return the path by which this machine reaches a path of the node."""
         return Path(f"/proc/{self.pid}/root{inside}")
 
     def write(self, inside: str, text: str, mode: int = 0o644) -> None:

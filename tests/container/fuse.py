@@ -1,8 +1,8 @@
 """A FUSE file system that passes another directory through, with a server that can withhold replies.
 
-The process that made such a request waits in the kernel, and neither a deadline nor SIGKILL ends the
-wait. The server is a thread that speaks the kernel's protocol (include/uapi/linux/fuse.h), as far as
-a hook and a small container need it.
+A process whose request gets no reply waits in the kernel, and neither a deadline nor SIGKILL ends
+the wait. The server is a thread that speaks the kernel's protocol (include/uapi/linux/fuse.h) as
+far as a hook and a small container need it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class FuseRequest:
-    """A request of the kernel: an operation on the file at a path."""
+    """A request from the kernel: an operation on the file at a path."""
 
     operation: str
     path: str  # relative to the root
@@ -119,7 +119,7 @@ class Fuse:
         return wait_for(lambda: self.held, "a request that stalls")[0].pid
 
     def resume(self) -> None:
-        """Answer all requests that were left unanswered, and everything from now on."""
+        """Answer all requests that were left unanswered, and all later ones."""
         with self.lock:
             self.rule = None
             held, self.held = self.held, []

@@ -80,7 +80,7 @@ def claims(node: BenchNode) -> dict[str, dict[str, Any]]:
 
 
 def with_devices(node: BenchNode, *wanted: tuple[str, str], pod: str = "", **more: Any) -> Edit:
-    """Return an edit of config.json like an engine's for the CDI specifications of these shares' claims, in their order."""
+    """Return an edit of config.json as an engine makes it for these shares, in this order."""
 
     def edit(config: dict[str, Any]) -> None:
         config["hooks"] = {}
@@ -132,7 +132,7 @@ def probe(node: BenchNode, name: str, edit: Edit, *arguments: str) -> Running:
 
 
 def full_probe(node: BenchNode, name: str, edit: Edit, room: list[int]) -> Running:
-    """Return a probe that has taken `room`, in bytes on each of its GPUs."""
+    """Return a probe that has allocated `room`, the number of bytes for each of its GPUs."""
     return fill(node, lambda nth: probe(node, f"{name}-{nth}", edit), room)
 
 
@@ -211,8 +211,8 @@ def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
     large = worker(node, "large", with_devices(node, ("large", "gpu"), pod="train"))
     small = worker(node, "small", with_devices(node, ("small", "gpu"), pod="serve"))
     begin(large, small)
-    # On a busy machine programs do not request in time all that they may have: they may get less
-    # for a while, but never more.
+    # On a busy machine, programs may launch work too late to use their whole share: they may get
+    # less for a while, but never more.
     for _ in range(3):
         most, least = delivered(node, large, small)
         assert most <= 75
@@ -261,7 +261,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
     assert [device["index"] for device in seen["devices"]] == [0, 1]
     shown = finish(node, container)
     assert [(one["total"], one["error"]) for one in shown] == [(2 * GIB, 2)] * 2
-    # One of the two entries has done all the work.
+    # The first of the two hook entries has done all the work.
     assert outcomes(node, container) == ["prepared", "prepared-already"]
     admitted = [
         one
@@ -273,8 +273,8 @@ def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
 
 
 def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) -> None:
-    """If another claim of the pod was refused at first, a kubelet names a device once for each time
-    that it asked.
+    """If another claim of the pod was refused at first, a kubelet names a device once for each
+    attempt.
     """
     announce(node, "again", share("gpu", compute=40))
     edit = with_devices(node, *[("again", "gpu")] * 3)
@@ -340,10 +340,10 @@ def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
         finish(node, full_probe(node, name, edit, [1536 * MIB] * len(shares)))
 
 
-# ---- what lasts ----
+# ---- restarts of the governor, and claims that are taken back ----
 
 
-def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: BenchNode) -> None:
+def test_a_claim_and_its_containers_survive_a_killed_governor(node: BenchNode) -> None:
     announce(node, "kept", share("gpu", memory=4 * GIB, compute=60))
     announce(node, "idle", share("gpu", compute=30))
     pair = [worker(node, f"kept-{name}", with_devices(node, ("kept", "gpu"))) for name in "ab"]
@@ -367,7 +367,7 @@ def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: 
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
 
 
-def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
+def test_claims_in_use_survive_the_loss_of_the_database(node: BenchNode) -> None:
     announce(node, "lost", share("gpu", memory=4 * GIB, compute=60))
     pair = [worker(node, f"lost-{name}", with_devices(node, ("lost", "gpu"))) for name in "ab"]
     begin(*pair)
@@ -385,7 +385,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
     announce(
         node, "lost", share("gpu", memory=4 * GIB, compute=60)
-    )  # unchanged: no claim is booked twice
+    )  # unchanged: no claim is allocated twice
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
     done = [units(one) for one in pair]
     wait_for(
@@ -393,7 +393,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
     )
 
 
-def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> None:
+def test_a_claim_taken_back_while_in_use_stays_until_its_container_ends(node: BenchNode) -> None:
     announce(node, "gone", share("gpu", compute=60))
     container = worker(node, "gone", with_devices(node, ("gone", "gpu")))
     begin(container)
@@ -416,7 +416,7 @@ def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> N
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 100
 
 
-# ---- what a tenant says ----
+# ---- requests that a tenant forges ----
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
 
 
 def test_a_hook_from_an_engines_directory_does_nothing_beside_a_claim(node: BenchNode) -> None:
-    """An allowed annotation makes the engine add it, before or after the claim's entries."""
+    """An allowed annotation makes the engine add the hook, before or after the claim's entries."""
     announce(node, "mine", share("gpu"))
     for place in (0, 1):
 

@@ -1,4 +1,7 @@
-"""Run the coverage probe (tests.gpu.coverage_probe) in a container on the simulated GPU, which has some functions."""
+"""Run the coverage probe (tests.gpu.coverage_probe) in a container on the simulated GPU.
+
+The simulated driver has only some of the functions.
+"""
 
 import json
 
@@ -8,7 +11,7 @@ from tests.gpu import coverage_probe
 
 
 @pytest.mark.usefixtures("build_dir")
-def test_no_function_works_past_the_control_library(tmp_path, require, capsys) -> None:
+def test_no_function_bypasses_the_control_library(tmp_path, require, capsys) -> None:
     require("runc", "gcc")
     output = tmp_path / "coverage_probe"
     status = coverage_probe.main(["--simulated", "--output", str(output)])

@@ -15,7 +15,7 @@ from tests.gpu import wrapper
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("build_dir")
-def test_a_container_by_the_wrapper_is_known_by_its_control_group(
+def test_a_container_of_the_wrapper_is_identified_by_its_control_group(
     tmp_path: Path, require: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     require("runc", "gcc")

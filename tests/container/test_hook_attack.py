@@ -1,5 +1,5 @@
-"""Attacks by images on more than their share: the rules that follow from the CVEs of runc and of
-NVIDIA's toolkit.
+"""Attacks by images that try to get more than their share: the rules that follow from the CVEs of
+runc and of NVIDIA's toolkit.
 
 R1  no container path is a mount's source     R2  resolve once, act on the descriptor
 R3  create only with O_EXCL|O_NOFOLLOW        R4  a link's place is confined, its text is anything
@@ -8,8 +8,8 @@ R8  mounts are private                        R9  the image's environment grants
 R10 check a source's type on its descriptor   R12 no descriptor survives into the container
 R13 never in the container's namespaces       R14 limits everywhere     R15 values are data     R16 never the host's root
 docs/reference/hook-rules.md says where each rule is implemented and tested. This file has the attacks on a
-container that is held still. Those in test_hook_rules.py run under runc and crun, those in test_hook_steps.py between
-the hook's system calls.
+container that is held still. Those in test_hook_rules.py run under runc and crun, and those in
+test_hook_steps.py between the hook's system calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompile
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the host that nothing may touch."""
+    """A directory of the host that must not change."""
     path = tmp_path / "victim"
     for name in ("usr/bin", LIBDIR, "etc", "run", "x86-64-v2"):
         (path / name).mkdir(parents=True)
@@ -147,8 +147,8 @@ DIRECTORIES = [
 def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
     node: HookNode, victim: Path, place: str, text: str, *, inside: bool
 ) -> None:
-    """A place is a convenience: the container starts, whatever is there, and the host has not
-    changed.
+    """Files in a place are optional: the container starts whatever the image has there, and the
+    host has not changed.
     """
     bundle = node.bundle("true", annotations=GRAPHICS)
     if inside:
@@ -161,7 +161,7 @@ def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "device", "full of links"])
 @pytest.mark.parametrize("place", DIRECTORIES)
-def test_odd_files_where_files_of_the_driver_go(
+def test_odd_files_in_a_place_do_not_fail_the_start(
     node: HookNode, victim: Path, place: str, kind: str
 ) -> None:
     bundle = node.bundle("true", annotations=GRAPHICS)
@@ -251,7 +251,7 @@ def test_a_volume_where_files_of_the_driver_go_is_left_alone(
     "place", ["usr/lib", LIBDIR, TARGET, "run/tidegate", "etc", "usr/bin/nvidia-smi"]
 )
 @pytest.mark.usefixtures("victim")
-def test_loops_and_dangling_links_end_with_a_line(node: HookNode, place: str) -> None:
+def test_loops_and_dangling_links_cause_at_most_one_line(node: HookNode, place: str) -> None:
     for text in (Path(place).name, "/nowhere/at/all", "../" * 60 + place):
         bundle = node.bundle("true", name=f"bundle{abs(hash(text))}")
         replace_by_link(bundle.rootfs / place, text)
@@ -470,12 +470,12 @@ int main(int argc, char **argv) {
 @pytest.mark.parametrize(
     "places", [[f"{LIBDIR}/glibc-hwcaps", "run"], ["etc", "usr/bin"], ["usr", "run/tidegate"]]
 )
-def test_a_race_between_directory_and_link_reaches_nothing(
+def test_a_race_between_directory_and_link_changes_nothing_outside(
     node: HookNode, victim: Path, tmp_path: Path, places: list[str], rounds: int
 ) -> None:
     """R2: whatever the walk meets is inside the root, and the hook acts on what it opened.
 
-    This race depends on luck, and runs for long; test_hook_steps.py hits each window.
+    This test depends on timing, and takes long; test_hook_steps.py hits each window.
     """
     bundle = node.bundle("true")
     swap = compile_c(SWAP_C, tmp_path / "swap")
@@ -538,8 +538,8 @@ def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: HookNo
 def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
     node: HookNode, tmp_path: Path, *, is_above: bool
 ) -> None:
-    """The link leads to the same directory from both namespaces, which is the host's: no runtime
-    mounted it.
+    """In both namespaces the link leads to the same directory of the host, which no runtime has
+    mounted.
     """
     bundle = node.bundle("true")
     victim = tmp_path / "victim"

@@ -1,5 +1,5 @@
-"""A governor that is killed and restarted under load: nothing is lost, and containers notice it
-only by the time that it takes.
+"""A governor that is killed and restarted under load: nothing is lost, and containers notice only
+the delay.
 
 Real containers under runc on the simulated GPU, with the real hook and the real governor.
 """
@@ -133,7 +133,7 @@ def node(
     machine = Simulated(work, build_dir)
     machine.programs += [build_dir / "stress", build_dir / "oom_stress", work / "filler"]
     with BenchNode(machine) as made, pytest.MonkeyPatch.context() as patch:
-        # This is for the driver's NVML in this process.
+        # For the driver's NVML in this process.
         patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])
         yield made
 
@@ -170,8 +170,8 @@ def assert_same_record(
 
 
 def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
-    """Return the percentage of the GPU that a container had in each window, by the stamps of its
-    units of work.
+    """Return the percentage of the GPU that a container had in each window, according to the
+    stamps of its units of work.
     """
     times = [stamp.time for stamp in read_stamps(container.out / "progress.bin")]
     return [
@@ -198,7 +198,7 @@ def load(node: BenchNode, name: str) -> tuple[Running, Running]:
 
 
 def end_load(node: BenchNode, stress: Running, allocator: Running) -> None:
-    """Check that none of their calls failed."""
+    """End the load, and check that no call of the two programs failed."""
     (stress.out / "begin").touch()
     (allocator.out / "end").touch()
     assert node.wait(stress, WAIT_S) == 0, stress.output
@@ -233,7 +233,7 @@ def kill_governor_repeatedly(node: BenchNode, times: int) -> None:
         after = known(node)
         assert set(after) == set(before)
         for identifier, old in before.items():
-            # Its processes come and go.
+            # The allocator's processes come and go.
             assert_same_record(old, after[identifier], processes=identifier != allocator.identifier)
         windows.append((returned + S, returned + 2 * S))
         time.sleep(2.1)
@@ -249,13 +249,13 @@ def kill_governor_repeatedly(node: BenchNode, times: int) -> None:
         assert max(found) < quota + 5, found
 
 
-def test_a_governor_that_is_killed_three_times_under_load(node: BenchNode) -> None:
+def test_nothing_is_lost_if_the_governor_is_killed_three_times_under_load(node: BenchNode) -> None:
     kill_governor_repeatedly(node, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_governor_that_is_killed_a_hundred_times_under_load(node: BenchNode) -> None:
+def test_nothing_is_lost_if_the_governor_is_killed_a_hundred_times_under_load(node: BenchNode) -> None:
     kill_governor_repeatedly(node, 100)
 
 
@@ -342,7 +342,7 @@ def execute(node: BenchNode, container: Running, name: str, seconds: int) -> sub
         )  # fmt: skip
 
 
-def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
+def test_containers_and_processes_end_and_start_while_the_governor_is_away(node: BenchNode) -> None:
     ended = start_worker(node, "ended", memory="8Gi", compute="60")
     stays = start_worker(node, "stays", memory="2Gi", compute="30")
     begin(ended, stays)
@@ -384,7 +384,7 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     begin(heir)
 
 
-def test_a_changed_quota_lasts(node: BenchNode) -> None:
+def test_a_changed_quota_survives_a_restart(node: BenchNode) -> None:
     container = start_worker(node, "changed", compute="60")
     begin(container)
     ask(node.config, "set", id=container.identifier, memory=3 * GIB, compute=20, compute_limit=30)
@@ -418,14 +418,13 @@ def test_a_start_while_the_governor_is_restarted_waits_for_it(node: BenchNode, n
     assert set(known(node)) == {container.identifier}
 
 
-def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: BenchNode) -> None:
+def test_a_start_whose_admission_is_interrupted_fails_and_leaves_nothing(node: BenchNode) -> None:
     os.kill(node.governor_pid, signal.SIGSTOP)
     container = start_worker(node, "early")
     time.sleep(0.5)
     node.stop_governor(signal.SIGKILL)
     assert node.wait(container, WAIT_S) != 0
-    # In the meantime the hook has waited for the next governor, which did not start before the hook
-    # gave up.
+    # The hook waited for the next governor, and gave up before that started.
     assert "tidegate: the governor is not reachable" in container.output, container.output
     node.start_governor()
     assert known(node) == {}
@@ -488,12 +487,12 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
         time.sleep(1)
         return units(container) - at
 
-    # Of 2000, because it has 40 %; a busy machine may delay it.
+    # The container's 40 % are 800 units in a second; a busy machine may delay it.
     assert any(work_of_a_second() > 400 for _ in range(5))
 
 
 @pytest.mark.slow
-def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNode) -> None:
+def test_a_process_started_long_after_the_governor_was_killed_is_taken_over(node: BenchNode) -> None:
     container = start_worker(node, "patient")
     begin(container)
     node.stop_governor(signal.SIGKILL)

@@ -2,7 +2,7 @@
 images can be built.
 
 The command runs on the node, as root would run it, so it can query Podman. The hook is a stub that
-records the stage for which it was started; test_engines.py tests what the real one does. Podman 6
+records the stage for which it was started; test_engines.py tests what the real hook does. Podman 6
 refuses control groups of version 1, so its node has only version 2.
 """
 
@@ -134,7 +134,7 @@ def node(
 
 @pytest.fixture
 def site(node: PodmanSite) -> Iterator[PodmanSite]:
-    """The node, on which nothing is set up before the test or after it."""
+    """The node, on which nothing is set up before the test and after it."""
     before = node.files()
     yield node
     node.setup("--undo")
@@ -174,7 +174,7 @@ def test_hooks_in_a_directory_that_buildah_reads_are_found_and_moved(site: Podma
     assert site.doctor("hooks.stages")[0].startswith("ok: ")
 
 
-def test_doctors_remedy_for_a_stage_works(site: PodmanSite) -> None:
+def test_doctors_remedy_for_an_unknown_stage_works(site: PodmanSite) -> None:
     assert site.python("-c", FORMERLY).status == 0
     [line] = site.doctor("hooks.stages")
     remedy = re.sub(
@@ -209,7 +209,7 @@ def service(site: PodmanSite) -> Iterator[Callable[[], int]]:
         site.host.stop(running.pop())
 
 
-def test_a_service_that_runs_on_is_named_until_it_is_restarted(
+def test_a_service_that_keeps_running_is_reported_until_it_is_restarted(
     site: PodmanSite, service: Callable[[], int]
 ) -> None:
     remote = ("--remote", "--url", SOCKET)
@@ -234,8 +234,8 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
     assert site.doctor("podman.service")[0].startswith("ok: ")
 
 
-def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: PodmanSite) -> None:
-    """Podman 5.8 and newer: conmon gets the directories as options when it is started."""
+def test_a_container_that_a_policy_restarts_without_the_hooks_is_reported(site: PodmanSite) -> None:
+    """Podman 5.8 and newer: conmon gets the hook directories as options when it is started."""
     asks = ("--annotation=tidegate.gpu/memory=4Gi", "--restart=always", "--network=none")
     for name, options in (("asks", asks), ("plain", asks[1:])):
         site.host.check("podman", "run", "--detach", "--pull=never", f"--name={name}", *options, IMAGE, "/usr/bin/sleep", "2")  # fmt: skip

@@ -62,14 +62,14 @@ def table(text: str) -> list[TableRow]:
 
 
 def told(story: str, begins: str) -> str:
-    """Return the block of a story's page that begins with a word."""
+    """Return the only block of a story's page whose first word is `begins`."""
     found = [b.text for b in blocks(readme(story)) if b.text.split(None, 1)[0] == begins]
     assert len(found) == 1, f"{story}: {len(found)} blocks begin with {begins}"
     return found[0]
 
 
 def shell_lines(text: str) -> list[list[str]]:
-    """Return the words of each command in the blocks of shell."""
+    """Return the words of each command in the shell blocks."""
     return [
         shlex.split(line, comments=True)
         for block in blocks(text)

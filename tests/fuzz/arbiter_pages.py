@@ -25,7 +25,7 @@ FLAGS = (
     "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
 )  # fmt: skip
 LIARS = ("anything", "idle", "done")
-PROMISED = 25  # percent of each GPU, promised to each of three
+PROMISED = 25  # percent of each GPU, promised to each of three containers
 
 
 def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
@@ -43,10 +43,10 @@ def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
 
 
 def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
-    """Run the program with liars of a kind, and check its results.
+    """Run the program with one kind of liars, and check its results.
 
-    The bound is half of the promised share. A busy machine delivers less than the promise, but next to a container that
-    steals time nothing would be left.
+    The bound is half of the promised share. A busy machine delivers less than the promise, but a
+    container that steals time would leave nothing.
     """
     done = subprocess.run(
         # Addresses are not randomised: sanitizers need their shadow memory at addresses where

@@ -5,14 +5,14 @@
  *   coverage_probe --list                       lists names, cases and reasons; calls nothing
  *   coverage_probe [--block MiB] [--only NAME]  prints a JSON line for each call
  *
- * The coverage probe knows nothing of libcontrol's table. Memory is what NVML reports before and
- * after a call. GPU time is measured by events that are recorded through the original driver, while
+ * The coverage probe does not use libcontrol's table. Memory is what NVML reports before and after
+ * a call. GPU time is measured by events that are recorded through the original driver, while
  * the legacy stream is held until the call has returned. In a container with a quota it also
  * reports how the process's slot of the ledger changed. tests/gpu/coverage_probe.py runs it on the
  * bare machine and in a container, and compares.
  *
  * Calls share a process until one of them leaves the context unusable, kills the process or hangs,
- * or needs a process of its own (OWN). The calls themselves are in coverage_probe_cases.h.
+ * or needs a separate process (OWN). The calls themselves are in coverage_probe_cases.h.
  */
 #define _GNU_SOURCE
 /* Declares each form under the name by which the driver exports it. */
@@ -61,7 +61,7 @@
 enum {
     PTDS = 1 << 0,  /* the form for the per-thread default stream exists, too */
     PTSZ = 1 << 1,  /* the same, with the other suffix */
-    OWN = 1 << 2,   /* needs a process of its own */
+    OWN = 1 << 2,   /* needs a separate process */
     BARE = 1 << 3,  /* needs to run without a context; implies OWN */
     OLD = 1 << 4,   /* needs a context of the 32-bit interface */
     SIZED = 1 << 5, /* may be repeated, and does as much work as `work_size` says */
@@ -73,7 +73,7 @@ enum {
 
 struct one {
     const char *name;
-    const char *variant; /* which of several calls of the function this is */
+    const char *variant; /* distinguishes several calls of the function */
     const char *reason;  /* why it cannot be called here, or NULL */
     unsigned place;      /* its line, for the order of the reference */
     unsigned flags;
@@ -644,7 +644,7 @@ static _Noreturn void child(const struct step *steps, size_t n, size_t first, in
         _exit(0);
     }
     for (size_t i = first; i < n; i++) {
-        /* A call that needs a process of its own must be the first of its process. */
+        /* A call that needs a separate process must be the first in it. */
         if (kind_of(&steps[i]) != kind || (i != first && steps[i].one->flags & (OWN | BARE)))
             break;
         fprintf(out, "begin %zu\n", i);

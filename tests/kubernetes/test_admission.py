@@ -1,5 +1,5 @@
-"""The admission policies: their cases match what the driver and the hook refuse, their lists match
-the schemas.
+"""The admission policies: their cases match what the driver and the hook refuse, and their lists
+match the schemas.
 
 tests/cluster tests that a real API server accepts the expressions and decides the same.
 """
@@ -42,7 +42,7 @@ BINDINGS = {
 
 
 def judge(document: dict[str, Any]) -> None:
-    """Process an object as the driver or the hook does, and raise their refusal."""
+    """Process an object as the driver or the hook does, and raise the error if it is refused."""
     kind = document["kind"]
     if kind == "Pod":
         annotations = document["metadata"].get("annotations")
@@ -112,8 +112,8 @@ def test_the_policies_match_the_schemas() -> None:
 
 
 def test_a_policy_that_fails_blocks_no_object() -> None:
-    """The driver and the hook refuse what the policy would have refused, and claims and pods of
-    others must pass.
+    """The driver and the hook refuse what the policy would have refused, and claims and pods that
+    do not use Tidegate must pass.
     """
     assert {spec["failurePolicy"] for spec in POLICIES.values()} == {"Ignore"}
     assert BINDINGS == {

@@ -1,6 +1,8 @@
-"""The driver is killed between any two steps: no claim is booked twice or lost, and no unknown file remains.
+"""The driver is killed between any two steps: no claim is allocated twice or lost, no unknown file
+remains.
 
-strace kills it at one of its own system calls; the stand-ins kill it while it waits for their answers.
+strace kills the driver at one of its system calls; the stand-ins kill it while it waits for their
+answers.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def assert_call_fails(call: Callable[[], object]) -> None:
         ("claim", "after"),
     ],
 )
-def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: str) -> None:
+def test_the_driver_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: str) -> None:
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -80,7 +82,7 @@ def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: st
     assert_prepared_once(stand, document)
 
 
-def test_it_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
+def test_the_driver_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -91,7 +93,7 @@ def test_it_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
 
 
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
-def test_it_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> None:
+def test_the_driver_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> None:
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -111,10 +113,10 @@ def test_it_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> No
         "rename",
     ],
 )
-def test_it_is_killed_while_it_writes_the_file(
+def test_the_driver_is_killed_while_it_writes_the_file(
     stand: Stand, require: Callable[..., None], call: str
 ) -> None:
-    """The governor knows the claim, and the file is incomplete or missing: engines do not read it in that state."""
+    """The governor knows the claim. Engines do not read the file, which is incomplete or missing."""
     require("strace")
     document = claim()
     stand.api.add_claim(document)
@@ -139,7 +141,7 @@ def test_it_is_killed_while_it_writes_the_file(
     assert_prepared_once(stand, document)
 
 
-def test_it_is_killed_before_it_removes_the_file(
+def test_the_driver_is_killed_before_it_removes_the_file(
     stand: Stand, require: Callable[..., None]
 ) -> None:
     """The governor has released the claim; the next driver finds the file, and removes it without a request."""
@@ -169,8 +171,8 @@ def test_it_is_killed_before_it_removes_the_file(
 
 
 @pytest.mark.slow
-def test_it_is_killed_at_any_time(stand: Stand) -> None:
-    """Kill it forty times, at random moments, while claims come and go."""
+def test_the_driver_is_killed_at_any_time(stand: Stand) -> None:
+    """Kill the driver forty times, at random moments, while claims come and go."""
     dice = random.Random(4711)  # noqa: S311 - the same each time
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="10")) for i in range(8)]
     for document in documents:

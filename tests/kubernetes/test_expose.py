@@ -68,14 +68,14 @@ def test_a_header_cannot_contain_another(header: bytes) -> None:
     )
 
 
-def test_a_head_without_end_is_cut(tmp_path: Path) -> None:
+def test_an_endless_request_head_closes_the_connection(tmp_path: Path) -> None:
     received, seen = asyncio.run(
         exchange(tmp_path, b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000)
     )
     assert (received, seen) == (b"", b"")
 
 
-def test_an_absent_governor_gives_status_502(tmp_path: Path) -> None:
+def test_an_absent_governor_causes_status_502(tmp_path: Path) -> None:
     async def ask() -> bytes:
         server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())

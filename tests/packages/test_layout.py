@@ -64,7 +64,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_everything_has_its_place(prefix: Path) -> None:
-    # The contents of these directories depend on the authors of pages, completions and dashboards.
+    # These directories change with each new page, completion and dashboard.
     others = ("lib/tidegate/python/", "share/man/", "share/bash-completion/", "share/zsh/")
     shared = ("share/tidegate/grafana/", "share/tidegate/prometheus/", "share/tidegate/kubernetes/")
     assert names(prefix, *others, *shared, "share/fish/", "share/doc/") == [
@@ -144,14 +144,14 @@ def test_links_of_the_documents_lead_to_installed_files(prefix: Path) -> None:
     followed = 0
     for page in pages:
         for link in links(page.read_text()):
-            # Packages install the licence where packages of their kind have it.
+            # Packages install the licence where their distribution expects it.
             if link.path and not link.outside and link.path != "LICENSE":
                 assert (page.parent / link.path).exists(), f"{page}:{link.line}: {link.target}"
                 followed += 1
     assert followed > 100
 
 
-def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
+def test_commands_are_links_to_their_code(prefix: Path) -> None:
     for name in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"):
         link = prefix / "bin" / name
         assert not link.readlink().is_absolute()
@@ -245,7 +245,7 @@ def test_the_control_library_contains_its_release(prefix: Path) -> None:
     assert f"tidegate-control {VERSION}\0".encode() in library
 
 
-def test_units_run_what_is_installed(prefix: Path) -> None:
+def test_units_run_installed_programs(prefix: Path) -> None:
     below = f"/{prefix.relative_to(root_of(prefix))}"
     for unit in (prefix / "lib/systemd/system").glob("*.service"):
         for program in re.findall(r"^ExecStart=-?(\S*tidegate\S*)", unit.read_text(), re.MULTILINE):
@@ -305,8 +305,8 @@ def test_engines_find_every_program_during_a_second_installation(
 
 
 def options(text: str) -> list[str]:
-    """Return every option of the sample with its comment sign removed; options of a section come one at a
-    time, below it.
+    """Return every option of the sample with its comment sign removed. Each option of a section is
+    preceded by the line of its section.
     """
     found, section = [], ""
     for line in text.splitlines():
@@ -335,11 +335,11 @@ def test_every_option_of_the_sample_is_accepted_and_is_the_default() -> None:
     assert all(isinstance(yaml.safe_load(line), dict) for line in lines)
 
 
-# One place for each fact
+# Facts that are defined in one place
 
 
 def test_the_version_is_defined_in_one_place() -> None:
-    # The manual pages are generated from these places.
+    # The manual pages are generated from these directories.
     places = [
         "governor",
         "vdriver",
@@ -369,7 +369,7 @@ DEBIAN = {"python": "python3", "pyyaml": "python3-yaml"}
 FEDORA = {"python": "%{python_package}", "prometheus-client": "python3-prometheus_client"}
 
 
-def test_both_packages_depend_on_what_the_project_does() -> None:
+def test_both_packages_have_the_dependencies_of_the_project() -> None:
     """nvidia-ml-py is in neither distribution's archive, so the packages contain it."""
     wanted = {name: version for name, version in minima().items() if name != "nvidia-ml-py"}
     control = (PACKAGING / "debian/control").read_text().partition("\nPackage:")[2]
@@ -444,7 +444,7 @@ def test_a_removal_that_undoes_the_last_setup_prints_no_error_about_the_journal(
         ),
     ],
 )
-def test_an_upgrade_moves_the_hooks_that_setup_wrote_where_buildah_reads(
+def test_an_upgrade_moves_hooks_out_of_the_directory_that_buildah_reads(
     tmp_path: Path, hook: str | None, journal: str | None, status: int, output: tuple[str, str]
 ) -> None:
     script = (PACKAGING / "scripts/move-hooks.sh").read_text()
@@ -484,8 +484,8 @@ def test_packages_include_each_script_and_no_other() -> None:
     assert set(asked) == {path.name for path in (PACKAGING / "scripts").iterdir()}
 
 
-# A tmpfs in a mount namespace of its own, where each test has its mounts, and a stand-in for a container's
-# mount.
+# A tmpfs in a separate mount namespace, in which each test makes its mounts and a stand-in for a
+# container's mount.
 NODE = """set -e
 mount -t tmpfs none {base}
 cd {base}
@@ -536,10 +536,10 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
         (":", "driver", "unused"),
     ],
 )  # fmt: skip
-def test_a_package_sees_what_containers_have_mounted(
+def test_package_scripts_detect_a_mirror_that_containers_have_mounted(
     tmp_path: Path, steps: str, asked: str, output: str
 ) -> None:
-    """The script detects it wherever an administrator has put the mirror, and whatever the directory is called."""
+    """The script detects such mounts wherever the mirror is, and whatever its name is."""
     base = tmp_path / "node"
     done = on_a_node(base, steps, f"if in_use {base}/{asked}; then echo used; else echo unused; fi")
     assert (done.returncode, done.stdout) == (0, f"{output}\n"), done.stderr

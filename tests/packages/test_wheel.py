@@ -24,7 +24,7 @@ OTHERS = "users other than root may change it, and engines run it as root"
 
 
 def wheel_tree(directory: Path) -> Path:
-    """Make the files of packaging/ as a wheel has them."""
+    """Lay out the files of packaging/ as in a wheel."""
     code = directory / "code"
     for name in ("systemd", "udev"):
         (code / "governor/share" / name).mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_the_wheel_is_for_this_architecture_and_any_python(require: Callable[...
         assert f"tidegate/python/libcontrol/lib/{name}" in names
     assert not [n for n in names if n.endswith((".c", ".h", ".map", "meson.build", "/gen.py"))]
     assert "tidegate/python/governor/share/hooks.d/50-tidegate.json" in names
-    # A name such as `governor` may be another package's in the same environment.
+    # Another package in the same environment may have a name such as `governor`.
     assert {name.split("/")[0] for name in names} == {"tidegate", f"tidegate-{VERSION}.dist-info"}
 
 
@@ -178,8 +178,8 @@ def test_pip_installs_a_command_that_finds_its_files(tmp_path: Path) -> None:
     [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", install.stdout, re.MULTILINE)
     # Engines run the hook by its path, with the system's Python, outside of the environment.
     assert "usage: tidegate-hook" in run(hook).stderr
-    # The environment has no structlog, so the governor fails, but the traceback shows that it is
-    # ours.
+    # The environment has no structlog, so the governor fails, but the traceback shows that its
+    # code was found.
     stopped = run(venv / "bin/tidegate-governor", "--help").stderr
     assert "tidegate/python/governor/daemon.py" in stopped
     assert "'structlog'" in stopped

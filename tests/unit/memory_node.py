@@ -1,8 +1,8 @@
 """Run processes with the control library on a simulated GPU, without a container; the test acts as the governor.
 
 `MemoryNode` makes the pages and answers at the socket. `Agent` is a process that sees them at
-/run/tidegate, in a mount namespace of its own, and runs the programs that the test sends. The test
-also reconciles the ledger with the GPU: nothing happens unless it calls `sample` or enters `looking`.
+/run/tidegate, in a separate mount namespace, and runs the programs that the test sends. The ledger
+is reconciled with the GPU only when the test calls `sample`, or while it is in `looking`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def go_on():
 ANSWER_S = 120.0
 
 IN_TIME_S = 0.9
-"""Time in seconds, from sending a program, in which a test has to publish a sample: a refusal waits
-1.2 s for one. If a busy machine takes longer, the process may have been refused rightly."""
+"""Seconds after sending a program within which a test has to publish a sample: a refusal waits
+1.2 s for one. If a busy machine takes longer, the refusal of the process may have been correct."""
 
 
 class Agent:
@@ -179,7 +179,7 @@ class Agent:
 
     @property
     def charged(self) -> int:
-        """Bytes that the process's calls are charged, out of the memory that NVML attributes to the process."""
+        """Bytes charged for calls, of the memory that NVML attributes to the process."""
         return self.field("memory") - self.field("unseen")
 
     @property
@@ -272,8 +272,8 @@ class MemoryNode:
         self._listener.listen(64)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
-        self.returned: list[int] = []  # pids that connected to another governor
-        self.given_fd: int | None = None  # ledger that they get in place of their own
+        self.returned: list[int] = []  # pids that connected again, as if to another governor
+        self.given_fd: int | None = None  # ledger that they get in place of the one that they have
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._closing = threading.Event()
@@ -310,7 +310,7 @@ class MemoryNode:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Be away while the block runs, for so long that a process that starts does not wait."""
+        """Make the governor appear away for so long that a process that starts does not wait."""
         path = self.runtime / "governor.sock"
         path.rename(self.runtime / "elsewhere")
         self.go_away()
@@ -527,7 +527,7 @@ class MemoryNode:
 
 @contextlib.contextmanager
 def repeating(work: Callable[[], object], interval: float = 0.005) -> Iterator[None]:
-    """Repeat `work` in a thread of its own while the block runs."""
+    """Repeat `work` in a separate thread while the block runs."""
     stop = threading.Event()
 
     def run() -> None:
@@ -559,7 +559,7 @@ def compile_shim(source: Path, library: Path) -> None:
 
 
 def need_namespaces() -> None:
-    """Skip the test where a process cannot have a mount namespace of its own."""
+    """Skip the test if a process cannot create a mount namespace."""
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE, "-", "/tmp"], capture_output=True, text=True, check=False
     )

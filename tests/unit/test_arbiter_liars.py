@@ -1,4 +1,4 @@
-"""Containers that lie to the arbiter, on a virtual clock: their reports cost the others none of their shares.
+"""Containers that lie to the arbiter, on a virtual clock: their reports reduce no other container's share.
 
 A ledger is written by its container, and the arbiter reads it every few microseconds. A container
 can therefore claim at any time that it wants the GPU, that it works, that it is done and for how
@@ -126,7 +126,7 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
     [([45, 45], 10, 10), ([50], 40, 40), ([45, 45], 10, 100), ([30], 10, 10)],
 )
 def test_a_liar_takes_no_share_of_another_container(library, lie, quotas, quota, limit):
-    """A lie gains at most a quarter of the liar's own share. If all time is promised, all pay for hand-overs.
+    """A lie gains at most a quarter of the liar's own share. If all time is promised, all containers pay for hand-overs.
 
     If a grant that is given back early counts only by the reported use, four of these lies leave
     the others less than 1 % of the GPU, and the fifth leaves them 36 of 45 %.
@@ -162,10 +162,10 @@ WORK = 10_000
 
 
 def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
-    """Three of them work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts twice.
+    """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts twice.
 
-    If such grants count only by the reported use, the other container has 42.5 % instead of its 50
-    %.
+    If such grants count only by the reported use, the other container has 42.5 % instead of its
+    50 %.
     """
     step = 10_000
     with Arbiter(library, config()) as arbiter:
@@ -197,14 +197,14 @@ def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
             if holder != victim and not left[holder]:
                 awake[holder] = now + step + NAP
         assert 100 * done[victim] / LONG > 48.5
-        # They are not starved: they pay out of their own shares.
+        # The three are not starved: they pay with their own shares.
         for napper in nappers:
             stats = arbiter.stats(napper)
             assert 100 * stats.charged_ns / LONG == pytest.approx(16, abs=0.5)
 
 
 @pytest.mark.parametrize("limit", [5, 100])
-def test_containers_that_hold_on_to_their_grants_do_not_add_up(library, limit):
+def test_delays_by_containers_that_keep_their_grants_do_not_add_up(library, limit):
     """Nine containers of 5 % do nothing with their grants, and report that their work still runs.
 
     If the times for which others wait for them add up, the other container has 36 % instead of its
@@ -227,7 +227,7 @@ def test_containers_that_hold_on_to_their_grants_do_not_add_up(library, limit):
             view = arbiter.step(now)
             holder = view.holder
             stall = 0 if holder == victim else stall + step
-            # In the first moment all of them are due at once, 28 ms each; later they are not.
+            # At first all nine are due at once, 28 ms each; later they are not.
             longest = max(longest, stall) if now > S else 0
             if view.epoch != epoch:
                 epoch = view.epoch

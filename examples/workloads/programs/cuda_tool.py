@@ -16,7 +16,7 @@ CUDA = "/usr/local/cuda/bin"
 """Where the tools are if they are not on the PATH."""
 
 WORDS = 4096
-"""Number of words that the kernel of steps.cu adds one to."""
+"""Number of words that the kernel of steps.cu increments."""
 
 SECONDS = 90.0
 
@@ -54,7 +54,7 @@ def run_tool(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def answer_of(lines: Iterable[str]) -> dict[str, Any]:
-    """Return what steps printed, which a tool may have printed among its own lines."""
+    """Return the JSON line that steps printed, which may be among the lines of a tool."""
     for line in lines:
         if line.startswith('{"sum": '):
             return dict(json.loads(line))

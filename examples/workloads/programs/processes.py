@@ -56,11 +56,11 @@ class EngineWorker:
         return value + added
 
     def read(self) -> list[int]:
-        """Return the different words of the tensor."""
+        """Return the distinct words of the tensor."""
         return sorted(set(self.cuda.words(self.tensor, WORDS)))
 
     def share(self) -> bytes:
-        """Return the handle by which others open the tensor."""
+        """Return the handle by which other processes open the tensor."""
         handle = MemoryHandle()
         self.cuda.call("cuIpcGetMemHandle", ctypes.byref(handle), self.tensor)
         return bytes(handle)
@@ -129,7 +129,7 @@ class Core:
         return self.workers[rank].call(method, *arguments)
 
     def kill(self, rank: int, enough: int) -> tuple[bool, float]:
-        """Kill a worker; return whether the other sees `enough` bytes free, and the delay in ms."""
+        """Kill a worker; return whether the other sees `enough` bytes free, and the ms until then."""
         self.workers[rank].process.kill()
         self.workers[rank].process.join()
         ended = time.monotonic()
@@ -161,7 +161,7 @@ def body(program: ProgramCheck) -> None:
     core = Remote(Core)
     program.until_end.callback(core.end)
     program.until_end.callback(core.call, "stop")
-    # A third one does not fit in the quota.
+    # A third cache does not fit in the quota.
     cache = program.quota * 35 // 100 // MIB * MIB
     share(program, core, "at first")
     core.call("ask", 0, "hold", cache)

@@ -3,7 +3,7 @@
 A script is a sequence of events: it changes quotas, starts and ends a neighbour, or kills or stops
 a container, and records the time of each event on this machine's clock. The effect is computed from
 the timestamps that the remaining containers record on the GPU's clock; `clock_ns` in the burner's
-last line is how far the latter is ahead of this machine's.
+last line is how far the GPU's clock is ahead of this machine's.
 
 Times are in nanoseconds; shares are percentages of the GPU.
 """
@@ -27,19 +27,19 @@ from governor.client import ask
 SAMPLE_NS = 10 * NS_PER_MS
 WINDOW_NS = 100 * NS_PER_MS
 TOLERANCE = 3.0
-"""Distance from the new share within which a container counts as settled, points."""
+"""Distance from the new share within which a container counts as settled, in points."""
 
 HOLD_NS = NS_PER_S // 2
-"""Time for which it has to stay within that distance, ns."""
+"""Time for which the container has to stay within that distance, in ns."""
 
 SOON_NS = 200 * NS_PER_MS
-"""Time within which a change should be over, ns."""
+"""Time within which a change should be over, in ns."""
 
 BEFORE_NS, AFTER_NS = 50 * NS_PER_MS, 300 * NS_PER_MS
-"""Range of the observed container's timestamps that is kept around each kill or stop, ns."""
+"""Range of the observed container's timestamps that is kept around each kill or stop, in ns."""
 
 PHASE_S = 1.5
-"""Duration of each phase with one quota, or with or without a neighbour, seconds."""
+"""Duration of each phase with one quota, or with or without a neighbour, in seconds."""
 
 Event = dict[str, Any]
 Start = Callable[[ArmContainer, float], Running]
@@ -62,7 +62,7 @@ def settled_after(
 ) -> int | None:
     """Return how long after a change the trailing 100 ms came within 3 points of a share, in ns.
 
-    They have to stay there for `hold_ns`. Return None if that did not happen before `until_ns`.
+    Their share has to stay there for `hold_ns`. Return None if that did not happen by `until_ns`.
     `work_us` is in steps of 10 ms.
     """
     need = hold_ns // SAMPLE_NS
@@ -208,7 +208,7 @@ def _begin(container: Running) -> int:
 def change_quota(
     node: BenchNode, arm: Arm, containers: list[Running], _start: Start
 ) -> list[Event]:
-    """Set the first container's quota to twice its own and back, as `tidegate set` does."""
+    """Double the first container's quota and set it back, repeatedly, as `tidegate set` does."""
     one = arm.tenants[0].compute
     events: list[Event] = []
     time.sleep(WINDOW_NS / NS_PER_S)  # so that the first change also has a window before it

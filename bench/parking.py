@@ -9,8 +9,8 @@ answers with the GPU to itself, without Tidegate. The part `deaths` (deaths.py) 
 while their memory moves.
 
 The run fails if contents differ, if an answer does not come, or if a container holds more device
-memory than its quota. It reports how long the first kernel waits, at which rate memory moves, what the
-neighbour loses and what two busy containers deliver. The results are written to parking.json.
+memory than its quota. It reports how long the first kernel waits, at which rate memory moves, what
+the neighbour loses and what two busy containers deliver. The results are written to parking.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """History of the containers' GPU use over the last 15 minutes, in steps of five seconds.
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
-time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes 6
-KiB per GPU, and at most `MAX_SERIES` series are kept; the one that ended first is dropped first.
+time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes
+6 KiB per GPU, and at most `MAX_SERIES` series are kept, of which the one that ended first is dropped
+first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_BYTES = 2**64 - 1
 
 @dataclass(frozen=True)
 class Use:
-    """One reading of a container on a GPU. Times and refusals are counted from its start.
+    """One reading of a container on a GPU. Times and refusals count from the container's start.
 
     `memory` is in use, and `parked` is the part of it that is in host memory.
     """
@@ -145,7 +146,7 @@ class History:
             self._parted.append((who, use))
 
     def record(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
-        """Record a reading of all containers; a known one that is missing has ended."""
+        """Record a reading of all containers; a known container that is missing has ended."""
         last = (now_ns - self._start_ns) // STEP_NS - 1
         if last <= self.last:
             return
@@ -202,7 +203,7 @@ class History:
         series.write(steps[-1:], {"refused": refused})
 
     def cut(self, since: int) -> Cut:
-        """Return the values after step `since`; a series without any has only its description."""
+        """Return the values after step `since`; a series without values has a description only."""
         series = []
         for one in sorted([*self._here.values(), *self._ended], key=lambda one: one.number):
             first, values = one.cut(since, self.last)

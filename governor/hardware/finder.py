@@ -177,7 +177,7 @@ class Finder:
     def _run(self) -> None:
         show_name()
         while not self._ended.is_set():
-            self._active.wait()  # a GPU may be without steering for ever
+            self._active.wait()  # a GPU may never be steered
             self._ended.wait(POLL_S)
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
                 process, pidfd, n, thorough = due
@@ -221,7 +221,7 @@ class Finder:
             try:
                 held = self._find(process.pid, pidfd, thorough=thorough)
             except (OSError, DriverCallError) as e:
-                # What a process does to its descriptors must not stop the search of others.
+                # What one process does to its descriptors must not stop the search of others.
                 if not self._has_warned:
                     self._has_warned = True
                     log.warning("process-not-looked-at", pid=process.pid, error=str(e))
@@ -244,5 +244,5 @@ class Finder:
             if key not in self._processes:
                 self._next_searches[key] = now.next_at
             elif is_wanted:
-                # Under the lock, so that a concurrent `leave` of this process is reported after it.
+                # Under the lock, so that a concurrent `leave` of this process is reported later.
                 self._report(Found(process.tenant, process.pid, held, thorough))

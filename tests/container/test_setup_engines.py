@@ -1,7 +1,7 @@
 """`tidegate setup` on a node with real engines: afterwards they start our programs, and after --undo they do not.
 
 The programs that it sets up are stubs here, which record that they were started: a runtime that executes runc, and a
-hook that passes config.json on. test_engines.py tests what the real ones do with a container.
+hook that passes config.json on. test_engines.py tests what the real programs do with a container.
 """
 
 from __future__ import annotations

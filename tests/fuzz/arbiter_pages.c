@@ -86,7 +86,7 @@ static void begin(struct container *c, uint32_t gpus, uint32_t guarantee, uint32
     struct runner *each[N_GPUS];
     int pair[2];
 
-    /* Each has its exact size, so that a sanitizer detects accesses beyond the end. */
+    /* Each page has its exact size, so that a sanitizer detects accesses beyond its end. */
     c->grant = calloc(1, GRANT_SIZE);
     c->ledger = calloc(1, LEDGER_SIZE);
     ((struct ledger_header *)c->ledger)->n_slots = 1;

@@ -52,12 +52,12 @@ pays for hand-overs (the aim for saturating tenants in docs/benchmarks.md).
 """
 MOST = {"timeslice": 1.01, "mps": 1.025}
 """Upper bound of the delivered share as a fraction of the quota, by strategy. Under mps the last work of a holder runs
-together with the first work of the next, so that all get more.
+together with the first work of the next, so all containers get more.
 """
 BESIDE = 0.06
 """Share that two processes of one quota may lose in addition to the loss of two processes that the driver time-slices:
-their kernels run side by side within a grant, and a grant ends for both. This is an allowance, not an aim: an H200 showed
-0.03, twice.
+their kernels run side by side within a grant, and a grant ends for both. This is an allowance, not an aim: on an H200 it
+was 0.03 in both runs.
 """
 WAIT_S = 60.0
 
@@ -163,7 +163,7 @@ class ClaimSite:
 
 
 def apply(config: dict[str, Any], edits: Mapping[str, Any]) -> None:
-    """Apply CDI edits as the specification of CDI says, as far as our edits need it."""
+    """Apply CDI edits as the specification requires, as far as our edits need it."""
     for hook in edits.get("hooks", ()):
         entry = {key: value for key, value in hook.items() if key != "hookName"}
         config["hooks"].setdefault(hook["hookName"], []).append(entry)
@@ -224,7 +224,7 @@ def run_natively(machine: Machine, profile: Profile) -> list[float]:
 
 
 def look_at_two_claims(report: WrapperReport, site: ClaimSite, profile: Profile) -> None:
-    """Run containers of 70 % and 30 % together, and kill the governor in the meantime."""
+    """Run containers of 70 % and 30 % together, and kill the governor while they run."""
     node = site.node
     claims = {"large": (4096, 70), "small": (2048, 30)}
     references = {name: site.prepare(name, *claims[name]) for name in claims}
@@ -305,7 +305,7 @@ def look_at_refusals(report: WrapperReport, site: ClaimSite) -> None:
 
 
 def look_at_ends(report: WrapperReport, site: ClaimSite) -> None:
-    """Report what is left in the governor's books."""
+    """Report what the governor still counts as allocated."""
     node = site.node
     gone = wait_for(lambda: not node.list_containers())
     claims = ask(node.config, "claims")["claims"]

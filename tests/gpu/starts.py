@@ -1,6 +1,6 @@
 """`python -m tests.gpu.starts`: starts engines that size their cache by what is free, next to a container that allocates and frees.
 
-Each start is a container of its own with examples/workloads/programs/engine_start.py, several at a time. The neighbour
+Each start is a separate container with examples/workloads/programs/engine_start.py, several at a time. The neighbour
 is bench/oom_stress.c: processes that allocate and free at random up to their quota, in many threads, some of which are
 killed. A start in which an allocation fails, or whose cache is much smaller than the others', makes the exit status 1.
 """

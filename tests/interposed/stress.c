@@ -5,11 +5,11 @@
  *   stress [--seconds S] [--threads N] [--seed N] [--limit-ms N] [--wait-file F]
  *
  * The program is linked with libcuda.so.1 as an application is. Each thread chooses its next action
- * at random: launches into streams of its own, a shared one and the per-thread one, allocations of
+ * at random: launches into its own streams, a shared one and the per-thread one, allocations of
  * all kinds, capture and replay of graphs, creation and destruction of streams and contexts,
  * queries. A call may report that memory is exhausted; any other error ends the program with
- * status 1. A call that takes longer than --limit-ms ends it with status 3 and a line that names
- * the call. With --wait-file the program creates F.ready once it is set up, and works until F
+ * status 1. A call that takes longer than --limit-ms ends the program with status 3 and a line that
+ * names the call. With --wait-file the program creates F.ready once it is set up, and works until F
  * exists and --seconds are over. The last line of its output is JSON: the number of calls, and the
  * longest of them.
  */
@@ -240,11 +240,11 @@ static void new_stream(struct worker *w)
 {
     unsigned i = (unsigned)draw(w, 2);
 
-    /* The stream contains blocks that were freed in the order of the stream. */
+    /* Blocks may have been freed in the order of the stream. */
     CALL(w, cuStreamSynchronize, w->streams[i]);
     CALL(w, cuStreamDestroy_v2, w->streams[i]);
-    /* The capturing stream must be one that the legacy stream does not wait for: a launch there
-     * would end the capture. */
+    /* The capturing stream must be one that the legacy stream does not wait for: a launch into the
+     * legacy stream would end the capture. */
     CALL(w, cuStreamCreate, &w->streams[i], i);
 }
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Stand:
-    """The surroundings of a driver on a node, and the driver once it is started."""
+    """The environment of a driver on a node, and the driver once it is started."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -73,7 +73,7 @@ class Stand:
     def await_searches(self) -> None:
         """Wait for the last of the searches for waiting pods after the only registration.
 
-        If the machine is busy, one search may take the place of several.
+        If the machine is busy, one search may replace several.
         """
         last = self.kubelet.registered + SEARCH_DELAYS_S[-1]
         wait_for(
@@ -101,7 +101,7 @@ class Stand:
         return self.log.read_text() if self.log.exists() else ""
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """Return the logged events of a name."""
+        """Return the logged events with this name."""
         lines = [line for line in self.text().splitlines() if line.startswith("{")]
         return [one for one in map(json.loads, lines) if one["event"] == event]
 
@@ -122,7 +122,7 @@ class Stand:
 def stand(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stand]:
-    """Stand-ins that answer, without a driver yet."""
+    """Stand-ins that answer, and a driver that is not started yet."""
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     made = Stand(tmp_path_factory.mktemp("k"))  # short, for the paths of sockets
     yield made

@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], Any], awaited: str, seconds: float = 30.0) 
 
 
 QUICK = [
-    # The default reconnect delays of gRPC are meant for networks. Each client needs a pool of its own to have other delays.
+    # The default reconnect delays of gRPC are meant for networks. A client can have other delays only with a separate pool.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -87,14 +87,14 @@ class Kubelet:
         self.chosen = ""
         self.info: Any = None
         self.registered = 0.0
-        """When it last told a plugin the result of a registration, on the monotonic clock."""
+        """Time at which the last result of a registration was sent, on the monotonic clock."""
         self._channel: Any = None
 
     def register(self, seconds: float = 60.0, *, accept: bool = True, instance: str = "") -> None:
         """Wait for the plugin's registration socket, of the given or any instance, and register the plugin.
 
-        A plugin that makes its sockets anew ends the calls to the old ones. In that case this tries
-        again, as a kubelet does.
+        A plugin that replaces its sockets ends the calls to the old ones. In that case the
+        registration is repeated, as by a kubelet.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -131,7 +131,7 @@ class Kubelet:
             )
 
     def connect(self) -> None:
-        """Connect to the plugin anew."""
+        """Connect to the plugin again."""
         self.close()
         self._channel = grpc.insecure_channel(f"unix:{self.info.endpoint}", QUICK)
 
@@ -180,7 +180,7 @@ class Kubelet:
         return dict(answers)
 
     def watch_health(self, version: str = "v1alpha1", timeout: float = 20.0) -> Any:
-        """Call NodeWatchResources; iterate over what it sends."""
+        """Call NodeWatchResources; return an iterator over its responses."""
         service = f"{version}.DRAResourceHealth"
         assert service in self.info.supported_versions  # kubelets since 1.37 require it
         messages, services = HEALTH[service]

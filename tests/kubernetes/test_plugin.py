@@ -49,7 +49,7 @@ A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
 
 class BookingGovernor:
-    """A governor that books what is requested, up to the capacity of a GPU."""
+    """A governor that allocates what is requested, up to the capacity of a GPU."""
 
     def __init__(self, gib: int = 16) -> None:
         self.memory = gib * GIB
@@ -165,7 +165,7 @@ def spec_of(directory: Path, device: str) -> dict[str, Any]:
     raise AssertionError(f"{device} is in no file")
 
 
-def test_it_registers_lists_units_and_gives_them_as_a_cdi_device(node) -> None:
+def test_the_plugin_lists_units_and_allocates_them_as_a_cdi_device(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     (request,) = kubelet.requests
@@ -192,7 +192,7 @@ def test_it_registers_lists_units_and_gives_them_as_a_cdi_device(node) -> None:
     assert words[words.index("--share") + 1] == share["name"]
 
 
-def test_asked_twice_it_answers_the_same_and_books_once(node) -> None:
+def test_a_repeated_request_has_the_same_answer_and_is_allocated_once(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -217,7 +217,7 @@ def test_units_that_are_given_again_end_the_claims_that_had_them(node) -> None:
         spec_of(directory, first)
 
 
-def test_units_of_two_gpus_and_units_of_none_are_refused_with_amounts(node) -> None:
+def test_units_of_two_gpus_and_unknown_units_are_refused(node) -> None:
     _, kubelet, loop, _, _ = node
     loop.step()
     stub = kubelet.plugin()
@@ -244,7 +244,7 @@ def test_units_given_to_two_containers_at_once_are_refused(node) -> None:
     assert not (directory / "cdi").exists()
 
 
-def test_a_kubelet_that_starts_anew_is_registered_with(node) -> None:
+def test_the_plugin_registers_with_a_restarted_kubelet(node) -> None:
     governor, kubelet, loop, _, _ = node
     loop.step()
     kubelet.stop()

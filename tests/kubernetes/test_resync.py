@@ -112,7 +112,7 @@ def test_a_pod_whose_call_has_waited_in_vain_is_asked_for_again(stand: Stand) ->
     assert not annotated(refused)
 
 
-def test_a_call_that_was_cancelled_asks_for_nothing(stand: Stand) -> None:
+def test_a_cancelled_call_annotates_no_pod(stand: Stand) -> None:
     full, gone = claim("full", "ns", result(0, compute="100")), claim("gone", "ns", result(0))
     stand.api.add_claim(full)
     stand.up()
@@ -132,7 +132,7 @@ def test_a_call_that_was_cancelled_asks_for_nothing(stand: Stand) -> None:
 
 
 class Api:
-    """An API server that answers as the test says."""
+    """An API server whose answers the test sets."""
 
     def __init__(self) -> None:
         self.listed: list[Any] = []
@@ -189,14 +189,14 @@ def test_an_api_server_that_fails_is_asked_again(api: Api, resync: Resync) -> No
     assert (api.asked, len(api.written)) == (3, 1)
 
 
-def test_pods_of_a_claim_that_could_not_be_read_are_looked_for(api: Api, resync: Resync) -> None:
+def test_pods_of_a_claim_that_could_not_be_read_are_searched(api: Api, resync: Resync) -> None:
     document = claim("a", "ns")
     api.listed, api.found = [pod_of(document)], {"a": document}
     resync.refused("ns", None)
     wait_for(lambda: api.written, "written")
 
 
-def test_without_the_right_it_says_so_once_and_stops(
+def test_a_missing_permission_is_logged_once_and_ends_the_attempts(
     api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.failures = [ClusterError("forbidden", hint="-", http=403)]
@@ -209,7 +209,7 @@ def test_without_the_right_it_says_so_once_and_stops(
     assert capsys.readouterr().out.count("pods-not-asked-again") == 1
 
 
-def test_another_pod_of_the_name_is_left_alone(
+def test_another_pod_of_the_same_name_is_left_alone(
     stand: Stand, api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kube.cluster import Cluster

@@ -1,4 +1,4 @@
-"""The file of the Debian package: its contents, dependencies and scripts, and the complaints of lintian.
+"""The file of the Debian package: its contents, dependencies and scripts, and lintian's reports.
 
 The package is built for these tests, which takes as long as all other tests here together;
 test_deb.py installs and removes it.

@@ -1,4 +1,4 @@
-"""Containers that lie to the arbiter, on a virtual clock: their reports reduce no other container's share.
+"""Containers that lie to the arbiter, on a virtual clock: their reports reduce no other share.
 
 A ledger is written by its container, and the arbiter reads it every few microseconds. A container
 can therefore claim at any time that it wants the GPU, that it works, that it is done and for how
@@ -162,7 +162,8 @@ WORK = 10_000
 
 
 def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
-    """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts twice.
+    """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts
+    twice.
 
     If such grants count only by the reported use, the other container has 42.5 % instead of its
     50 %.

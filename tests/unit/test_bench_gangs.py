@@ -23,14 +23,14 @@ def gpu(index, routes, node=0):
     return {"index": index, "routes": routes, "numa_node": node}
 
 
-def test_nvidia_smi_is_read():
+def test_the_topology_of_nvidia_smi_is_read():
     assert gang_figures.read_topology(SMI) == {
         "ways": {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"},
         "nodes": {"0": 0, "1": 0, "2": 1},
     }
 
 
-def test_nvidia_smi_of_a_virtual_machine_and_of_nothing():
+def test_a_topology_without_numa_nodes_and_an_empty_one_are_read():
     text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tNV18\t\t\t\tN/A\n"
     assert gang_figures.read_topology(text) == {"ways": {"0-1": "NV18"}, "nodes": {}}
     assert gang_figures.read_topology("") == {"ways": {}, "nodes": {}}
@@ -58,7 +58,7 @@ def answer(**more):
 
 
 def parts():
-    """Return the parts of a run: a share of 40 %, none for 1 s from 1 s on, 20 % for 0.2 s, then 40 % again."""
+    """Return the parts of a run: a share of 40 % for 1 s, 0 % for 1 s, 20 % for 0.2 s, then 40 %."""
     work = [4000] * 100 + [0] * 100 + [2000] * 20 + [4000] * 180
     event = {"killed_ns": 1_000_000_000, "returned_ns": 2_000_000_000, "until_ns": 4_000_000_000}
     tenant = {

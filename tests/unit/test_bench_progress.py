@@ -1,4 +1,4 @@
-"""Progress: from stamps to delivered shares."""
+"""Progress: how delivered shares are computed from stamps."""
 
 import itertools
 
@@ -47,7 +47,7 @@ def test_a_job_at_a_constant_share_gets_that_share_in_every_window(units, slowdo
 
 
 @given(st.lists(st.integers(1_000, 3 * MS), min_size=40, max_size=200), st.integers(1, 5))
-def test_the_solo_run_is_delivered_exactly_all_of_the_gpu(taken, kinds):
+def test_a_solo_run_has_a_share_of_exactly_one(taken, kinds):
     times = list(itertools.accumulate(taken, initial=5 * NS_PER_S))
     stamps = [Stamp(time, index % kinds) for index, time in enumerate(times)]
     run = Progress(stamps, solo_profile(stamps, warm_up=0))
@@ -55,7 +55,7 @@ def test_the_solo_run_is_delivered_exactly_all_of_the_gpu(taken, kinds):
 
 
 @given(durations, st.lists(st.integers(1, 8), min_size=2, max_size=30), st.data())
-def test_progress_never_runs_backwards_and_windows_add_up(units, slowdowns, data):
+def test_progress_never_decreases_and_windows_add_up(units, slowdowns, data):
     solo = solo_profile(run_of(units, steps=3), warm_up=0)
     stamps = [Stamp(100, len(units) - 1)]
     for slowdown, (kind, unit) in zip(slowdowns, itertools.cycle(enumerate(units)), strict=False):
@@ -68,7 +68,7 @@ def test_progress_never_runs_backwards_and_windows_add_up(units, slowdowns, data
     assert both == pytest.approx(run.share(a, c) * (c - a), abs=1e-3)
 
 
-def test_a_unit_counts_in_proportion_to_the_time_that_a_window_has_of_it():
+def test_a_unit_counts_in_proportion_to_its_time_in_the_window():
     run = Progress([Stamp(0, 0), Stamp(4 * MS, 0)], Profile({0: 1.0 * MS}, 1.0, 1))
     assert run.at(1 * MS) == 0.25 * MS
     assert run.share(0, 2 * MS) == 0.25
@@ -81,12 +81,12 @@ def test_nothing_is_delivered_before_the_first_stamp_and_after_the_last():
     assert run.windows(10 * MS, 0, 30 * MS) == [0, 0.1, 0]
 
 
-def test_windows_are_whole_ones_only():
+def test_incomplete_windows_are_left_out():
     run = Progress(run_of([1 * MS], steps=25), Profile({0: 1.0 * MS}, 1.0, 25))
     assert run.windows(10 * MS) == [1.0, 1.0]
 
 
-def test_equal_times_are_the_clocks_resolution():
+def test_units_with_equal_times_are_accepted():
     run = Progress([Stamp(0, 0), Stamp(0, 0), Stamp(10, 0)], Profile({0: 5.0}, 1.0, 2))
     assert run.at(10) == 10
 
@@ -97,7 +97,7 @@ def test_the_first_second_of_a_solo_run_is_warm_up():
     assert solo_profile([*slow, *fast[1:]]).durations == {0: 1.0 * MS}
 
 
-def test_one_interrupted_unit_moves_the_scale_and_not_the_kinds():
+def test_one_interrupted_unit_changes_the_scale_and_not_the_kinds():
     stamps = run_of([1 * MS, 3 * MS], steps=100)
     late = [Stamp(s.time + 4 * MS, s.kind) if i > 50 else s for i, s in enumerate(stamps)]
     profile = solo_profile(late, warm_up=0)
@@ -105,22 +105,22 @@ def test_one_interrupted_unit_moves_the_scale_and_not_the_kinds():
     assert profile.durations[1] / profile.durations[0] == pytest.approx(3)
 
 
-def test_a_solo_run_that_is_too_short_says_so():
+def test_a_solo_run_that_is_too_short_is_an_error():
     with pytest.raises(ProgressError, match=r"1 stamp\(s\) after its first 1 s; let it run longer"):
         solo_profile([Stamp(0, 0), Stamp(NS_PER_S, 0)])
 
 
-def test_a_clock_that_stands_still_is_an_error():
+def test_a_clock_that_does_not_advance_is_an_error():
     with pytest.raises(ProgressError, match="clock stands still"):
         solo_profile([Stamp(5, 0), Stamp(5, 0)], warm_up=0)
 
 
-def test_a_unit_kind_that_was_never_seen_alone_is_named():
+def test_a_unit_kind_that_is_not_in_the_solo_run_is_an_error():
     with pytest.raises(ProgressError, match="unit kind 7 is not in the solo run, which has 0, 1"):
         Progress([Stamp(0, 0), Stamp(1, 7)], Profile({0: 1.0, 1: 1.0}, 1.0, 2))
 
 
-def test_a_unit_longer_than_two_milliseconds_is_named():
+def test_a_unit_longer_than_two_milliseconds_is_an_error():
     profile = solo_profile(run_of([1 * MS, int(2.5 * MS)], steps=9), warm_up=0)
     with pytest.raises(ProgressError, match=r"unit kind 1 takes 2\.50 ms alone, above 2 ms"):
         check_units(profile)
@@ -140,7 +140,7 @@ def test_a_file_is_read_as_little_endian_pairs(tmp_path):
     assert read_stamps(path) == (Stamp(257, 9),)
 
 
-def test_time_that_runs_backwards_is_named_by_its_index():
+def test_time_that_runs_backwards_is_reported_with_its_index():
     data = RECORD.pack(10, 0) + RECORD.pack(12, 0) + RECORD.pack(9, 0)
     with pytest.raises(ProgressError, match="job: stamp 2 is 3 ns before the one it follows"):
         parse_stamps(data, "job")

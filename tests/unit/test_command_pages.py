@@ -46,7 +46,7 @@ def test_pages_and_completions_are_up_to_date(made: Callable[[], dict[Path, str]
     assert there == {*man_pages.files(), *completions.files()}
 
 
-def test_nothing_of_this_checkout_is_in_them() -> None:
+def test_pages_and_completions_contain_no_path_of_this_checkout() -> None:
     for path in (*man_pages.files(), *completions.files()):
         text = path.read_text().replace("\\", "")  # zsh's descriptions have escaped slashes
         assert str(ROOT) not in text
@@ -86,7 +86,7 @@ def test_the_table_has_what_the_command_and_the_governor_accept() -> None:
 
 
 def rendered(page: str) -> str:
-    """Return the page as a person reads it, without emphasis and with no word split over lines."""
+    """Return the rendered text of a page, without emphasis and with no word split over lines."""
     done = subprocess.run(
         ["man", "-P", "cat", "--no-hyphenation", "--no-justification", "-l", str(MAN / page)],
         env={**os.environ, "MANWIDTH": "400", "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, check=True,
@@ -95,7 +95,7 @@ def rendered(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_neither_man_nor_mandoc_finds_anything_in_a_page(
+def test_man_and_mandoc_report_nothing_about_a_page(
     page: str, require: Callable[..., None]
 ) -> None:
     require("man", "mandoc")
@@ -110,7 +110,7 @@ def test_neither_man_nor_mandoc_finds_anything_in_a_page(
         assert said == ""
 
 
-def test_a_page_that_is_wrong_is_found(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_man_and_mandoc_report_an_invalid_page(tmp_path: Path, require: Callable[..., None]) -> None:
     """This shows that the test above can fail."""
     require("man", "mandoc")
     page = tmp_path / "tidegate.1"
@@ -156,7 +156,7 @@ def test_every_option_of_the_configuration_is_in_its_page(require: Callable[...,
             assert man_pages.EFFECTS[effect_of(full)] in paragraph[1], full
 
 
-def test_roff_shows_text_as_it_is() -> None:
+def test_roff_shows_text_unchanged() -> None:
     assert man_pages.words("a-b `--c-d` \\ 'e' [f](g) ~ [h](../i.md#j).") == (
         "a-b \\fB\\-\\-c\\-d\\fR \\e \\(aqe\\(aq f \\(ti docs/i.md."
     )
@@ -369,7 +369,7 @@ def test_an_option_and_its_value_in_one_word(directory: Path) -> None:
     assert bash("tidegate top --interval=", directory) == set()
 
 
-def test_scripts_of_shells_parse(require: Callable[..., None]) -> None:
+def test_completion_scripts_parse(require: Callable[..., None]) -> None:
     for shell in ("bash", "zsh", "fish"):
         require(shell)
         for path in (COMPLETIONS / shell).iterdir():

@@ -1,4 +1,4 @@
-"""Programs that allocate and free memory at random, and many that race for the last of it.
+"""Programs that allocate and free memory at random, and processes that race for the last of it.
 
 The model is a few lines: what a process should be charged follows from what it holds. The GPU has
 as much memory as the quota, so an allocation that the driver itself has to refuse shows that the
@@ -346,7 +346,7 @@ def finish_race(node: MemoryNode, agents: list[Agent]) -> int:
     return refused
 
 
-def test_eight_processes_of_eight_threads_never_pass_the_quota(node) -> None:
+def test_eight_processes_of_eight_threads_never_exceed_the_quota(node) -> None:
     agents = start_race(node, 8, 200, kinds="023")
     refused = finish_race(node, agents)
     # The driver had nothing to refuse: every refusal came from the control library.
@@ -398,7 +398,7 @@ def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
 ) -> None:
     """A pool may grow although its free memory seemed to suffice.
 
-    In that case the block is given back, and the GPU has the room.
+    In that case the block is given back, and the GPU has room for it until then.
     """
     node = MemoryNode(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
     try:
@@ -409,7 +409,7 @@ def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
         node.close()
 
 
-def test_processes_that_are_killed_in_a_race_leave_all_to_the_others(node) -> None:
+def test_the_memory_of_processes_killed_in_a_race_is_free_again(node) -> None:
     agents = start_race(node, 4, 100_000)
     for agent in agents:
         end = time.monotonic() + 20

@@ -148,7 +148,7 @@ def test_memory_that_others_may_open_stays_on_the_gpu(
     assert owner.run(f"holds(block, {SIZE}, 3) and holds(other, 8 << 20, 5)")
 
 
-def test_memory_lives_until_the_last_process_is_done_with_it(
+def test_memory_exists_until_the_last_process_closes_it(
     node: ParkingNode, owner: Agent, guest: Agent
 ) -> None:
     handle = handle_of(owner)
@@ -164,7 +164,7 @@ def test_memory_lives_until_the_last_process_is_done_with_it(
     assert guest.field("memory") == 0
 
 
-def test_the_driver_does_not_free_or_unmap_it(owner: Agent, guest: Agent) -> None:
+def test_opened_memory_cannot_be_freed_or_unmapped(owner: Agent, guest: Agent) -> None:
     guest.run(f"theirs = opened('{handle_of(owner)}')")
     for call in ("cuMemFree_v2', theirs", f"cuMemUnmap', theirs, {SIZE}"):
         assert guest.number(f"driver.try_call('{call})") == 1
@@ -172,7 +172,7 @@ def test_the_driver_does_not_free_or_unmap_it(owner: Agent, guest: Agent) -> Non
     assert guest.field("memory") == SIZE
 
 
-def test_what_the_driver_says_about_it(owner: Agent, guest: Agent) -> None:
+def test_opened_memory_has_the_drivers_attributes(owner: Agent, guest: Agent) -> None:
     capable, allowed, begin, size = 10, 14, 11, 12
     assert owner.run(f"[attribute(one, block) for one in ({capable}, {allowed})]") == [1, 0]
     guest.run(f"theirs = opened('{handle_of(owner)}')")
@@ -187,7 +187,7 @@ def test_a_process_does_not_open_its_own_memory(owner: Agent) -> None:
     assert fails_with(owner, f"opened('{handle_of(owner)}')") == "INVALID_CONTEXT"
 
 
-def test_flags_are_checked_like_the_drivers(owner: Agent, guest: Agent) -> None:
+def test_flags_are_checked_as_by_the_driver(owner: Agent, guest: Agent) -> None:
     assert fails_with(guest, f"opened('{handle_of(owner)}', flags=2)") == "INVALID_VALUE"
 
 
@@ -251,7 +251,7 @@ def test_only_a_process_with_a_handle_gets_the_memory(owner: Agent, guest: Agent
     guest.run(f"closed(opened('{handle_of(owner)}'))")
 
 
-def test_a_number_that_no_handle_has_is_refused(owner: Agent) -> None:
+def test_a_serial_number_that_no_handle_has_is_refused(owner: Agent) -> None:
     handle = bytearray.fromhex(handle_of(owner))
     owner.run("other = driver.allocate(2 << 20)")  # exists, and was never shared
     for serial in (0, 2, 1 << 63):
@@ -272,7 +272,7 @@ def test_memory_that_lives_on_in_a_descriptor_stays_charged(polled: ParkingNode)
     assert owner.field("unseen") == 0
 
 
-def test_connections_that_say_nothing_do_not_stop_others(owner: Agent, guest: Agent) -> None:
+def test_silent_connections_do_not_stop_others(owner: Agent, guest: Agent) -> None:
     handle = handle_of(owner)
     (process,) = struct.unpack("Q", bytes.fromhex(handle)[PROCESS])
     with contextlib.ExitStack() as stack:
@@ -283,7 +283,7 @@ def test_connections_that_say_nothing_do_not_stop_others(owner: Agent, guest: Ag
             guest.run(f"closed(opened('{handle}'))")
 
 
-def test_signals_do_not_make_it_fail(owner: Agent, guest: Agent) -> None:
+def test_signals_do_not_make_an_open_fail(owner: Agent, guest: Agent) -> None:
     guest.run(
         "import signal\n"
         "signal.signal(signal.SIGALRM, lambda *_: None)\n"
@@ -344,7 +344,7 @@ least two.
 """
 
 
-def test_files_of_a_program_that_closed_the_librarys_are_left_alone(
+def test_files_that_reuse_the_librarys_descriptor_numbers_are_left_alone(
     owner: Agent, guest: Agent
 ) -> None:
     """The program's pipes get the numbers of the listening socket and of a connection."""

@@ -98,7 +98,7 @@ def test_a_runtime_that_is_not_found_is_wrong(host: Host) -> None:
     )
 
 
-def test_another_runtime_than_the_default_handler_s_is_a_warning(host: Host) -> None:
+def test_a_runtime_other_than_the_default_handlers_is_a_warning(host: Host) -> None:
     host.remove(SETTINGS)
     assert host.check("crio.handler")[1].startswith("ok: ")  # the wrapper searches there by default
     host.program("usr/bin/runc")
@@ -151,7 +151,7 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     assert any("/opt/hooks.d/x.json is not JSON" in line for line in host.check("hooks.in-force"))
 
 
-def test_files_of_any_name_that_cri_o_reads_are_read(host: Host) -> None:
+def test_files_that_cri_o_reads_are_checked_whatever_their_name(host: Host) -> None:
     host.put(f"{CONF_D}/60/README", OLD)
     assert (
         f"the handler tidegate ({CONF_D}/60/README) names no" in host.check("crio.configuration")[0]

@@ -44,7 +44,7 @@ class Nodes:
 
 
 class AllocationTable:
-    """The GPUs of the node, and the quotas granted on them; `claims` are those of claims.
+    """The GPUs of the node, and the quotas granted on them; `claims` holds those of claims.
 
     `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
     """
@@ -192,7 +192,7 @@ class AllocationTable:
                 gpu.quotas[key] = quota
 
     def leave(self, key: str) -> None:
-        """Remove a container; one that is not in the allocation table is not an error."""
+        """Remove a container; an unknown key is not an error."""
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
@@ -273,7 +273,7 @@ class AllocationTable:
         return gpu.strategy == "timeslice" or not several
 
     def _check_strategy(self, gpus: Sequence[GpuQuotas], request: Request) -> None:
-        """Refuse named GPUs that are shared by another strategy, or that take no container now."""
+        """Refuse named GPUs that are shared by another strategy, or accept no container now."""
         for gpu in gpus:
             if not self._takes(gpu, request):
                 asked = (
@@ -299,7 +299,7 @@ class AllocationTable:
         return f"this node shares GPU {', '.join(others)} by {wanted}"
 
     def _check_host(self, quota: Quota) -> None:
-        """Refuse a container whose memory would find no room in host memory when it is parked."""
+        """Refuse a container whose memory would not fit into host memory when it is parked."""
         left = self._gpus.host_left()
         if quota.parking and quota.memory > left:
             limit = self._gpus.config.memory.host_limit

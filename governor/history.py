@@ -2,8 +2,7 @@
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
 time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes
-6 KiB per GPU, and at most `MAX_SERIES` series are kept, of which the one that ended first is dropped
-first.
+6 KiB per GPU, and at most `MAX_SERIES` series are kept. Those that ended first are dropped first.
 """
 
 from __future__ import annotations

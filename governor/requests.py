@@ -93,6 +93,9 @@ def nodes_of(request: dict[str, Any]) -> Nodes:
 
 
 def limit_after(request: dict[str, Any], old: Quota) -> int:
-    """Return the limit for a request without one; a limit equal to the guarantee follows it."""
+    """Return the limit in percent after a request that sets none.
+
+    A limit that is equal to the guarantee follows the guarantee.
+    """
     compute = int(request.get("compute", old.compute))
     return compute if old.compute_limit == old.compute else max(old.compute_limit, compute)

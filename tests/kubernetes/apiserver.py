@@ -139,7 +139,7 @@ class ApiServer:
         self.pods: dict[tuple[str, str], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str]] = []
-        """Verb and resource of each request, in order; dry runs have verbs of their own."""
+        """Verb and resource of each request, in order; dry runs have separate verbs."""
         self.latest: dict[tuple[str, str], float] = {}
         """Time of the latest request of each verb and resource, on the monotonic clock."""
         self.misfits: list[str] = []
@@ -224,7 +224,7 @@ class ApiServer:
                 self._note("DELETED", self.slices.pop(name))
 
     def slice_of(self, name: str = "node-1-tidegate.gpu") -> dict[str, Any] | None:
-        """Return the stored slice of that name, or None."""
+        """Return the stored slice with this name, or None."""
         with self.lock:
             return copy.deepcopy(self.slices.get(name))
 

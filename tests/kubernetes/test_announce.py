@@ -1,5 +1,5 @@
-"""Events on claims: each is one line, whatever a refusal contains, and their number is limited for the API
-server's sake.
+"""Events on claims: each is one line, whatever a refusal contains, and their number is limited to
+spare the API server.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_without_the_right_to_write_events_one_request_is_made() -> None:
     "document",
     [{"status": "x"}, {"status": {"reservedFor": "pods"}}, {"status": {"reservedFor": [1, None]}}],
 )
-def test_an_invalid_claim_still_has_its_event(document: Any) -> None:
+def test_an_invalid_claim_still_gets_an_event(document: Any) -> None:
     events = CollectedEvents()
     announce(events, (Reference("ns", "c", "u"), document, ClaimError("no", hint="x")))
     assert [event["involvedObject"]["kind"] for event in events.written] == ["ResourceClaim"]

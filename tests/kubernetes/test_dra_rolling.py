@@ -52,7 +52,7 @@ class TwoDrivers:
         self.stand.process = first
 
     def up(self) -> None:
-        """Start it, and have the kubelet register it."""
+        """Start the second driver, and have the kubelet register it."""
         self.start()
         self.kubelet.register(instance=NEW)
         wait_for(self.ready.exists, f"the new one is ready\n{self.stand.text()}")
@@ -73,7 +73,7 @@ def two(stand: Stand) -> Iterator[TwoDrivers]:
 
 
 def test_a_new_driver_serves_before_the_old_one_ends(two: TwoDrivers) -> None:
-    """Both drivers are called in the meantime, and each can take back what the other has prepared."""
+    """Both drivers are called while both run, and each can take back what the other has prepared."""
     stand = two.stand
     documents = [claim(f"c{i}", "ns", result(0, compute="5")) for i in range(4)]
     uids = [document["metadata"]["uid"] for document in documents]
@@ -139,7 +139,7 @@ def test_calls_that_wait_during_a_replacement_are_answered(two: TwoDrivers) -> N
     assert set(stand.governor.claims) == {waiting["metadata"]["uid"]}
 
 
-def test_without_a_successor_a_driver_ends_although_a_call_waits(two: TwoDrivers) -> None:
+def test_a_driver_without_a_successor_ends_although_a_call_waits(two: TwoDrivers) -> None:
     """The call may wait for a governor that only the next pod starts."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
@@ -154,10 +154,10 @@ def test_without_a_successor_a_driver_ends_although_a_call_waits(two: TwoDrivers
     assert set(stand.governor.claims) == {full["metadata"]["uid"]}
 
 
-def test_a_driver_before_its_registration_leaves_the_slice_alone(two: TwoDrivers) -> None:
+def test_a_driver_that_is_not_registered_leaves_the_slice_alone(two: TwoDrivers) -> None:
     two.start()
     wait_for(lambda: sockets(two.stand) == named(OLD) | named(NEW), "both listen")
-    # The new driver logs it about the old one.
+    # The new driver logs that the old one leads.
     wait_for(lambda: two.stand.logged("another-leads"), "the new one stands back")
     time.sleep(1.5)
     assert two.stand.api.counts()["update", "resourceslices"] == 0
@@ -257,7 +257,7 @@ def test_an_instance_name_cannot_name_another_path(places: tuple[Path, Path], na
 
 
 def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path, Path]) -> None:
-    """The other driver is a process, because the kernel does not distinguish the threads of one."""
+    """The other driver is a process, because the kernel does not distinguish threads of a process."""
     own = Instance(*places, "own")
     own.start()
     entered = threading.Event()
@@ -321,7 +321,7 @@ def test_a_claim_that_another_driver_took_back_is_not_prepared_again(tmp_path: P
     assert (directory.uids(), new.differs()) == (set(), False)
 
 
-def test_the_lock_of_the_device_plugin_keeps_instances_away(places: tuple[Path, Path]) -> None:
+def test_the_lock_of_the_device_plugin_excludes_instances(places: tuple[Path, Path]) -> None:
     places[0].mkdir()
     fd = os.open(places[0], os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -167,7 +167,7 @@ def test_the_driver_alone_has_a_token_and_reaches_no_other_drivers_socket(direct
             ]
 
 
-def test_a_stolen_token_offers_nothing_of_other_nodes_or_drivers() -> None:
+def test_a_stolen_token_cannot_offer_gpus_of_other_nodes_or_drivers() -> None:
     documents = list(yaml.safe_load_all((HERE / "base/own-node.yaml").read_text()))
     policy = one(documents, "ValidatingAdmissionPolicy")["spec"]
     assert policy["failurePolicy"] == "Fail"
@@ -280,7 +280,7 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_the_kubelet_finds_a_place_for_each_termination_log(directory: str) -> None:
+def test_each_termination_log_can_be_mounted(directory: str) -> None:
     """The kubelet mounts a file there; a volume that covers the path must be writable."""
     for container in containers(one(render(directory), "DaemonSet")):
         log = container.get("terminationMessagePath", "/dev/termination-log")
@@ -292,7 +292,7 @@ def test_the_kubelet_finds_a_place_for_each_termination_log(directory: str) -> N
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_every_container_gives_up_what_it_does_not_need(directory: str) -> None:
+def test_every_container_drops_the_privileges_that_it_does_not_need(directory: str) -> None:
     for container in containers(one(render(directory), "DaemonSet")):
         context = container["securityContext"]
         assert context["readOnlyRootFilesystem"] is True, container["name"]
@@ -317,7 +317,7 @@ def test_every_privilege_is_explained_where_it_is_given(path: Path) -> None:
             assert near, f"{path.name}:{number + 1}: {line.strip()}"
 
 
-def test_parameters_of_classes_and_examples_are_what_the_driver_takes() -> None:
+def test_parameters_of_classes_and_examples_are_accepted() -> None:
     from kube.parameters import Parameters, merge
 
     seen = {}
@@ -364,7 +364,7 @@ def test_the_configuration_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
+def test_commands_accept_the_options_in_the_manifests(directory: str) -> None:
     for container in containers(one(render(directory), "DaemonSet")):
         command = container["command"]
         if command[:2] == ["python3", "-m"]:
@@ -457,7 +457,7 @@ def test_an_image_without_a_hook_installs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "opt").exists()
 
 
-def test_the_image_is_made_of_files_that_are_there() -> None:
+def test_files_that_the_image_copies_exist() -> None:
     text = (HERE / "Containerfile").read_text()
     for source in re.findall(r"^COPY (?!--from)(?:--\S+ )?(\S+) ", text, re.MULTILINE):
         if not source.startswith("build/"):

@@ -1,4 +1,4 @@
-"""Run a governor as a process of its own with the compiled libraries of the simulated GPU: `with
+"""Run a governor in a separate process with the compiled libraries of the simulated GPU: `with
 GovernorNode(...) as node`.
 
 A container is an idle process for which admission is requested as the hook requests it. `OwnTenant`

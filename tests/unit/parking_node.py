@@ -39,7 +39,7 @@ class ParkingNode(MemoryNode):
         self.write("resident", 1)
 
     def more_fds(self, slot: int) -> list[int]:
-        """Make the host memory for what a process parks."""
+        """Create the host memory in which a process parks its device memory."""
         if not self.has_arena:
             return []
         arena = os.memfd_create("tidegate-arena", os.MFD_CLOEXEC)
@@ -48,7 +48,7 @@ class ParkingNode(MemoryNode):
         return [arena]
 
     def make_ready(self, slot: int, size: int) -> None:
-        """Make the beginning of a process's arena ready."""
+        """Make the first `size` bytes of a process's arena ready."""
         os.truncate(f"/proc/self/fd/{self.arenas[-1]}", size)
         pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "arena", size)
 
@@ -67,7 +67,7 @@ class ParkingNode(MemoryNode):
         ctypes.CDLL(None).syscall(number, ctypes.byref(view), wake, 2**31 - 1, None, None, 0)
 
     def report(self, agent: Agent, name: str) -> int:
-        """Read a field of what a process reports in its slot."""
+        """Read a field that a process reports in its slot."""
         assert agent.slot is not None
         base = pages.slot_base(agent.slot)
         return pages.read(self.ledger, base, "ledger_slot", name)

@@ -33,7 +33,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 """Run a program under a memory limit and report its peak.
 
-A process starts with the peak of the process that spawned it, so this has to be a small one.
+A process starts with the peak of the process that spawned it, so that process has to be small.
 """
 MOST = 256 * MIB
 """Maximum number of bytes that a hook may use for any input: small objects are 50 times as large in
@@ -50,8 +50,8 @@ def test_parser_and_schema_judge_the_corpus_alike(kind: str) -> None:
     wrong = []
     for entry in entries:
         taken = hold(kind, entry.data)
-        # A schema cannot express all that a parser refuses. But the parser accepts nothing that the
-        # schema rejects.
+        # A schema cannot express everything that a parser refuses, but the parser accepts nothing
+        # that the schema rejects.
         if taken != entry.good:
             wrong.append((entry.why, refusal(kind, entry.data), is_valid(kind, entry.data)))
     assert wrong == []
@@ -59,7 +59,7 @@ def test_parser_and_schema_judge_the_corpus_alike(kind: str) -> None:
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
-def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
+def test_parser_and_schema_judge_mutations_of_the_corpus_alike(kind: str) -> None:
     @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=mutated(kind))
     def holds(data: bytes) -> None:
@@ -69,7 +69,7 @@ def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
+def test_any_depth_of_nesting_is_refused_with_one_line(kind: str) -> None:
     """The depths include the one at which the JSON parser gives up.
 
     Just below it, the code that judges the document has less stack left than the parser had.
@@ -89,7 +89,7 @@ def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["config", "state"])
-def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(kind: str) -> None:
+def test_every_document_of_the_corpus_is_edited_or_refused_with_a_line(kind: str) -> None:
     """The wrapper runtime and `precreate` read config.json as the hook does."""
     for entry in corpus(kind):
         hold("edit", entry.data)

@@ -108,7 +108,7 @@ class ClaimsWorld:
     def kill(self) -> None:
         """Discard everything, as if the process were killed: nothing more is written."""
         for container in self.server.containers.values():
-            container._state = container._slots._state = State()  # discards what they would write
+            container._state = container._slots._state = State()  # discards their writes
             container.close(keep=True)
         self.state.close()
 
@@ -207,7 +207,7 @@ def run(scene: Callable[[ClaimsWorld], Awaitable[None]], **options: Any) -> None
 # ---- one claim ----
 
 
-def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
+def test_a_claim_is_allocated_whether_a_container_uses_it_or_not() -> None:
     async def scene(world: ClaimsWorld) -> None:
         answer = world.claim(told("a", share(compute_limit=90)))
         assert answer["shares"] == [
@@ -484,7 +484,7 @@ def test_a_container_with_shares_of_two_claims_on_two_gpus() -> None:
     run(scene)
 
 
-def test_two_shares_of_one_gpu_are_one_larger_one() -> None:
+def test_two_shares_of_one_gpu_are_added_up() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(
             told("a", share("gpu/0", compute=30), share("gpu/1", compute=40, compute_limit=90))
@@ -500,7 +500,7 @@ def test_two_shares_of_one_gpu_are_one_larger_one() -> None:
     run(scene)
 
 
-def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None:
+def test_a_second_entry_of_the_hook_finds_the_container_prepared() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         answer = await world.admit("one", use("a"))
@@ -513,7 +513,7 @@ def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None
         with pytest.raises(RefusedError, match="already registered"):
             await world.server.admissions.admit({**request, "claims": []}, [fd], [])
         os.close(fd)
-        with pytest.raises(RefusedError, match="already registered"):  # another one with that id
+        with pytest.raises(RefusedError, match="already registered"):  # another container with that id
             await world.begin("one", use("a"))
         first.kill()
         first.wait()
@@ -612,7 +612,7 @@ def test_a_quota_from_a_claim_cannot_be_changed_by_set() -> None:
 # ---- the end of a claim ----
 
 
-def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended() -> None:
+def test_a_claim_in_use_stays_allocated_until_its_last_container_has_ended() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
@@ -708,7 +708,7 @@ def test_a_leaving_claim_is_removed_if_its_container_ended_without_a_governor() 
     run(scene)
 
 
-# ---- what outlives a governor ----
+# ---- reboots and damage ----
 
 
 def test_a_claim_outlives_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,7 +766,7 @@ def test_a_database_without_claims_is_migrated(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_claim_that_was_corrupted_on_disk_is_damage(tmp_path: Path) -> None:
+def test_a_claim_that_was_corrupted_on_disk_counts_as_damage(tmp_path: Path) -> None:
     path = tmp_path / NAME
     state = State(path)
     state.load()
@@ -806,7 +806,7 @@ STEPS = st.one_of(
         ("claim", "a", 1, 20),
     ]
 )
-def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
+def test_in_any_order_each_claim_is_allocated_exactly_once(steps: list[tuple[Any, ...]]) -> None:
     """The model consists of the claims, those that were taken back, and the running
     containers.
     """

@@ -1,6 +1,6 @@
 """Host memory in which the processes of a container park their device memory.
 
-Each process has an arena of its own, a memfd that it maps when it registers. The governor makes it
+Each process has its own arena, a memfd that it maps when it registers. The governor makes the arena
 ready piece by piece, so the memory is charged to the governor's control group and not to the
 container's, and exists before it is needed. When the process has ended, the memory is given back
 even if a descriptor of the file was passed on; the kernel clears it before it is used again.
@@ -77,7 +77,7 @@ class Arenas:
         self._publish(slot)
 
     def descriptor(self, slot: int) -> int | None:
-        """Return a process's arena, or None if it has none."""
+        """Return the descriptor of a process's arena, or None if it has none."""
         return self._arenas[slot].fd if slot in self._arenas else None
 
     def ready(self, slot: int) -> int:
@@ -139,7 +139,7 @@ class Arenas:
     def find(self, processes: Iterable[RegisteredProcess]) -> None:
         """Find the arenas of running processes, after a restart of the governor.
 
-        What is not found stays as it is: it can be used, but does not grow.
+        An arena that is not found can still be used, but does not grow.
         """
         device = memfd_device()
         until = time.monotonic() + SEARCH_S
@@ -150,7 +150,7 @@ class Arenas:
                     if start_time(process.pid) != process.start:
                         os.close(fd)
                         break
-                    # What the file has, and not what the process's slot says.
+                    # The size of the file counts, not the slot, which the process can write.
                     status = os.fstat(fd)
                     ready = min(status.st_size, status.st_blocks * 512)
                     self._arenas[process.slot] = _Arena(fd, ready)

@@ -92,7 +92,7 @@ class Scheduled:
         return self._runners[device].stats(self._tenants[device])
 
     def waits(self, device: int) -> Waits:
-        """Return how long the container waited for its grants of GPU `device`."""
+        """Return the container's grants of GPU `device`, by the length of the wait for each."""
         return self._runners[device].waits(self._tenants[device])
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:

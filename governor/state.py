@@ -5,9 +5,9 @@ next governor knows every promise of one that was killed. Writes do not wait for
 the kernel keeps the writes of a killed process, and after a loss of power the processes that they
 describe are gone as well.
 
-The model in memory is authoritative. While the file cannot be written (on a full disk, say),
-requests that can be refused are refused. Events that have happened (a process started or ended) are
-kept in memory and written as soon as possible.
+The model in memory is authoritative. While the file cannot be written (for example, on a full
+disk), requests that can be refused are refused. Events that have happened (a process started or
+ended) are kept in memory and written as soon as possible.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class State:
         self.claims: dict[str, Claim] = {}
 
     def load(self) -> None:
-        """Read the file; a damaged one is moved away and logged, and the model stays empty.
+        """Read the file; a damaged file is set aside and logged, and the model stays empty.
 
         Raise GovernorError if another process has the file open. If the file cannot be read or
         created, that is logged, and `retry` tries again.
@@ -296,15 +296,15 @@ class State:
     # ---- promises: if one cannot be written, StateError is raised and nothing changes ----
 
     def put(self, row: ContainerRow) -> None:
-        """Add a container, or change it."""
+        """Add a container, or change it. Raise StateError if that cannot be written."""
         self._promise(self.containers, row.key, row, lambda db: self._put(db, row))
 
     def put_claim(self, claim: Claim) -> None:
-        """Add a claim, or change it."""
+        """Add a claim, or change it. Raise StateError if that cannot be written."""
         self._promise(self.claims, claim.uid, claim, lambda db: self._put_claim(db, claim))
 
     def strike_claim(self, uid: str) -> None:
-        """Remove a claim."""
+        """Remove a claim. Raise StateError if that cannot be written."""
         self._promise(
             self.claims,
             uid,
@@ -381,7 +381,7 @@ class State:
             )
 
     def retry(self) -> None:
-        """Retry writes that failed; create the file anew if it was removed."""
+        """Retry writes that failed; create the file again if it was removed."""
         if self._path is None:
             return
         if self._db is not None and _file_identity(self._path) != self._file:

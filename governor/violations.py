@@ -36,15 +36,15 @@ UNREGISTERED_NS = 500_000_000
 it has a context, and one that has ended may still be listed."""
 UNREGISTERED_LOOKS = 2
 UNREGISTERED_SUM_NS = 500_000_000
-"""The same as a sum over short-lived processes, even if samples in between show none."""
+"""The same time as a sum over short-lived processes, even if samples in between show none."""
 SUM_LOOKS = 3
 """Minimum number of samples in a sum."""
 SAMPLE_NS = 250_000_000
 """Longest time before a sample for which the sample counts."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
-wrong, because NVML's list comes from one call. If it is, then by at most the allowed memory, which
-it counts twice if one process freed it and another allocated it."""
+wrong, because NVML's list comes from one call. If it is, the error is at most the allowed memory,
+which is counted twice if one process freed it and another allocated it."""
 
 GONE_NS = 500_000_000
 """A violation of memory or registration is over when no sample has shown it for this time."""
@@ -73,7 +73,7 @@ MAX_EPISODES = 32
 
 
 def allowed_memory(limit: int, context_bytes: int) -> int:
-    """Return the bytes that a container with a quota of `limit` may hold by NVML's numbers.
+    """Return the bytes that a container with a quota of `limit` bytes may hold according to NVML.
 
     That is the sum of the quota; of 128 MiB for libraries that are loaded with a first kernel,
     because no program expects a launch to fail for a framework's code; and of a quarter of a
@@ -98,14 +98,14 @@ class Facts:
     now_ns: int
     allowed: int
     memory: Mapping[int, int]
-    """NVML's memory of each of its processes, registered or not, in bytes by host pid."""
+    """NVML's memory of each process of the container, registered or not, in bytes by host pid."""
     unregistered: frozenset[int] = frozenset()
     """The processes that compute without having registered."""
     samples: Sequence[ProcessSample] = ()
     idle: bool = False
-    """Whether it had no grant, and reported no work, since the previous sample."""
+    """Whether the container had no grant, and reported no work, since the previous sample."""
     frozen: bool = False
-    """Whether the governor has frozen it, so that a lack of evidence proves nothing."""
+    """Whether the governor has frozen the container, so that a lack of evidence proves nothing."""
 
 
 @dataclass
@@ -145,12 +145,14 @@ class Findings:
     episodes: list[Episode] = field(default_factory=list)
     frozen: bool = False
     seen: list[int] = field(init=False)
-    """NVML's memory of its processes, registered or not, by GPU in the last sample, in bytes."""
+    """NVML's memory of the container's processes, registered or not, by GPU in the last sample, in
+    bytes."""
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
     elsewhere: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """GPUs that it uses and was not granted, by UUID: their index, and the bytes of each process in
-    the last sample, by host pid. These are not held to a quota, and are not a violation."""
+    """GPUs that the container uses and was not granted, by UUID: their index, and the bytes of each
+    process in the last sample, by host pid. This memory is not held to a quota, and is not a
+    violation."""
 
     def __post_init__(self) -> None:
         self.seen = [0] * self.n_devices

@@ -4,8 +4,8 @@
  * An allocation lives as long as a reference to its handle (from its creation or from
  * cuMemRetainAllocationHandle) or a mapping of it. The driver does not reuse a handle that still
  * has a mapping, so the handle identifies the allocation throughout. A mapping is always of a whole
- * allocation; one call may unmap several. An imported allocation is memory of another process. It
- * is charged when its first mapping shows its size.
+ * allocation; one call may unmap several. An imported allocation is another process's memory. It is
+ * charged when its first mapping shows its size.
  */
 #include "bindings.h"
 #include "parking.h"
@@ -15,8 +15,8 @@ int account_location(const CUmemLocation *location)
     return pages_index_of(account_ordinal(location));
 }
 
-/* Whether an address is in a block that only looks like the application's mapping to the driver,
- * because the library made it: to the application it is one of cuMemAlloc. */
+/* Whether an address is in a block that the library has mapped. To the driver that is a mapping by
+ * the application, but to the application it is memory of cuMemAlloc. */
 static bool is_ours(CUdeviceptr address)
 {
     struct parking_block block;
@@ -324,9 +324,9 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 
 /*
  * Walks over the mappings of a range, in one of three steps. LEAVE comes before the driver's call,
- * because as soon as the driver has unmapped the last mapping of an allocation, another may get the
- * handle. What has to be refunded is noted in the mappings themselves, because their number is not
- * bounded. END comes after the call, and UNDO after a call that failed.
+ * because as soon as the driver has unmapped the last mapping of an allocation, another allocation
+ * may get the handle. What has to be refunded is noted in the mappings themselves, because their
+ * number is not bounded. END comes after the call, and UNDO after a call that failed.
  */
 enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 

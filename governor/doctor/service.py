@@ -214,7 +214,7 @@ def membership(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def database(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a governor moved a bad database away in the last seven days."""
+    """Check whether a governor set a bad database aside in the last seven days."""
     directory = node.config.state_dir
     aside = [
         name

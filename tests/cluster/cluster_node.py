@@ -368,10 +368,10 @@ class ClusterNode:
     def keep_fresh(self, image: str) -> None:
         """Put the control libraries of Tidegate's image at the paths that its mirror records.
 
-        A mirror is refused if the files that it was made from have changed. For NVIDIA's driver only
-        the version of the kernel module is compared. The simulated driver has no kernel module, so
-        all files are compared. Because the DaemonSet makes the mirror in a container, the mirror
-        records paths of the image, and paths of the node below /host.
+        A mirror is refused if the files that it was made from have changed. For NVIDIA's driver
+        only the version of the kernel module is compared. The simulated driver has no kernel
+        module, so all files are compared. Because the DaemonSet makes the mirror in a container,
+        the mirror records paths of the image, and paths of the node below /host.
         """
         place = "/usr/lib/tidegate"
         self.check("mkdir", "-p", "/tmp/image", place)

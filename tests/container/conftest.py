@@ -123,7 +123,7 @@ def node(tmp_path: Path, made_once: Path) -> Iterator[HookNode]:
 
 
 def as_the_unit() -> list[str]:
-    """Return a command prefix that leaves a program the privileges that the fork server's unit leaves it."""
+    """Return a command prefix that limits a program to the privileges of the fork server's unit."""
     unit = (ROOT / "packaging/systemd/tidegate-forkserver.service").read_text()
     lines = re.findall(r"^CapabilityBoundingSet=(.*)$", unit, re.MULTILINE)
     kept = [name.removeprefix("CAP_").lower() for line in lines for name in line.split()]

@@ -3,9 +3,9 @@
  * harm the host.
  *
  * Each call is reported on SOCKET, with one line before the call and one after it. Before the call,
- * the program is stopped until a byte comes back. Meanwhile a test can change the container, so it
- * hits a race each time that it would hit elsewhere only by luck. If no process listens on SOCKET,
- * the program runs on.
+ * the program is stopped until a byte comes back. During that time a test can change the container,
+ * so each run hits a race that would otherwise be hit only by chance. If no process listens on
+ * SOCKET, the program is not stopped.
  *
  *   > NUMBER PID NAME NUMBERS... "PATH" "CWD"
  *   < NUMBER RESULT "FILE OF THE RESULTING DESCRIPTOR"
@@ -144,7 +144,7 @@ static void wait_for_leave(void)
     }
 }
 
-/* Write text in quotation marks, unprintable characters as \xNN; returns the length. */
+/* Writes text in quotation marks, unprintable characters as \xNN; returns the length. */
 static size_t quote(char *to, size_t size, const char *text)
 {
     size_t n = 0;
@@ -194,7 +194,8 @@ static const struct call *find_call(uint64_t number)
     return NULL;
 }
 
-/* Returns the entry of a process, or one in no call; two processes are seldom in calls at once. */
+/* Returns the entry of a process, or takes over one whose process is in no call: few processes are
+ * in calls at once. */
 static struct process *find_process(pid_t pid)
 {
     struct process *free_one = NULL;

@@ -255,7 +255,9 @@ def test_nothing_is_lost_if_the_governor_is_killed_three_times_under_load(node: 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_nothing_is_lost_if_the_governor_is_killed_a_hundred_times_under_load(node: BenchNode) -> None:
+def test_nothing_is_lost_if_the_governor_is_killed_a_hundred_times_under_load(
+    node: BenchNode
+) -> None:
     kill_governor_repeatedly(node, 100)
 
 
@@ -492,7 +494,9 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_started_long_after_the_governor_was_killed_is_taken_over(node: BenchNode) -> None:
+def test_a_process_started_long_after_the_governor_was_killed_is_taken_over(
+    node: BenchNode
+) -> None:
     container = start_worker(node, "patient")
     begin(container)
     node.stop_governor(signal.SIGKILL)

@@ -2,7 +2,7 @@
 inputs.
 
 Both kinds are checked with `tests.fuzz.documents.hold`. Coverage guidance comes from Atheris (libFuzzer for Python), which the
-usual environment does not include: `tools/fuzz-environment` makes another environment next to .venv, from requirements-fuzz.lock.
+usual environment does not include: `tools/fuzz-environment` makes a separate one next to .venv, from requirements-fuzz.lock.
 """
 
 import os

@@ -56,8 +56,8 @@ together with the first work of the next, so all containers get more.
 """
 BESIDE = 0.06
 """Share that two processes of one quota may lose in addition to the loss of two processes that the driver time-slices:
-their kernels run side by side within a grant, and a grant ends for both. This is an allowance, not an aim: on an H200 it
-was 0.03 in both runs.
+their kernels run side by side within a grant, and a grant ends for both. This is an allowance, not an aim: on an H200
+it was 0.03 in both runs.
 """
 WAIT_S = 60.0
 

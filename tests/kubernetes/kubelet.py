@@ -51,7 +51,8 @@ def wait_for(condition: Callable[[], Any], awaited: str, seconds: float = 30.0) 
 
 
 QUICK = [
-    # The default reconnect delays of gRPC are meant for networks. A client can have other delays only with a separate pool.
+    # The default reconnect delays of gRPC are meant for networks. A client can have other delays
+    # only with a separate pool.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),

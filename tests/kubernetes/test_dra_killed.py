@@ -1,5 +1,5 @@
-"""The driver is killed between any two steps: no claim is allocated twice or lost, no unknown file
-remains.
+"""The driver is killed between any two steps: no claim is allocated twice or lost, and no
+unknown file remains.
 
 strace kills the driver at one of its system calls; the stand-ins kill it while it waits for their
 answers.
@@ -116,7 +116,10 @@ def test_the_driver_is_killed_while_it_takes_a_claim_back(stand: Stand, when: st
 def test_the_driver_is_killed_while_it_writes_the_file(
     stand: Stand, require: Callable[..., None], call: str
 ) -> None:
-    """The governor knows the claim. Engines do not read the file, which is incomplete or missing."""
+    """The governor knows the claim, and the file is incomplete or missing.
+
+    Engines do not read an incomplete file.
+    """
     require("strace")
     document = claim()
     stand.api.add_claim(document)

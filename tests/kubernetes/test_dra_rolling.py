@@ -73,7 +73,7 @@ def two(stand: Stand) -> Iterator[TwoDrivers]:
 
 
 def test_a_new_driver_serves_before_the_old_one_ends(two: TwoDrivers) -> None:
-    """Both drivers are called while both run, and each can take back what the other has prepared."""
+    """Both drivers are called while both run, and each can take back what the other prepared."""
     stand = two.stand
     documents = [claim(f"c{i}", "ns", result(0, compute="5")) for i in range(4)]
     uids = [document["metadata"]["uid"] for document in documents]
@@ -257,7 +257,7 @@ def test_an_instance_name_cannot_name_another_path(places: tuple[Path, Path], na
 
 
 def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path, Path]) -> None:
-    """The other driver is a process, because the kernel does not distinguish threads of a process."""
+    """The other driver is a process, because the kernel does not distinguish threads of one."""
     own = Instance(*places, "own")
     own.start()
     entered = threading.Event()

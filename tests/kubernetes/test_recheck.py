@@ -69,7 +69,7 @@ def node() -> MarkedNode:
     return MarkedNode()
 
 
-def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: MarkedNode) -> None:
+def test_a_burst_of_claims_causes_one_update_soon_after_its_beginning(node: MarkedNode) -> None:
     assert node.pass_time(60) == 0
     begun = node.now
     for number in range(4):
@@ -81,7 +81,7 @@ def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: MarkedNode) 
     assert DELAY_S <= node.updates[0] - begun < DELAY_S + 2 * LOOK_S
 
 
-def test_a_claim_that_is_prepared_after_an_update_has_one_of_its_own(node: MarkedNode) -> None:
+def test_a_claim_that_is_prepared_after_an_update_causes_another(node: MarkedNode) -> None:
     node.claims.add("u-1")
     while not node.look():
         assert node.now < 1060
@@ -115,7 +115,7 @@ def test_a_slice_that_is_written_for_another_reason_needs_no_update(node: Marked
     assert node.pass_time(600) == 0
 
 
-def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: MarkedNode) -> None:
+def test_a_new_driver_continues_where_the_previous_one_ended(node: MarkedNode) -> None:
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 1
     node.recheck = Recheck()
@@ -328,12 +328,12 @@ def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
 
 
 def _wait_looks(stand: Stand) -> None:
-    """Wait for more rounds of a driver's loop than it defers an update."""
+    """Wait for more rounds of a driver's loop than those for which it defers an update."""
     looks = stand.governor.count("gpus")
     wait_for(lambda: stand.governor.count("gpus") >= looks + 8, "some rounds")
 
 
-def test_the_loop_has_the_slice_marked_while_a_gpu_has_room(
+def test_the_loop_marks_the_slice_while_a_gpu_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop takes into account claims, room, taints, and a governor that is away."""

@@ -137,7 +137,7 @@ def test_each_of_several_saturating_containers_gets_its_quota(library, quotas):
         assert job.share(S, 30 * S) == pytest.approx(quota, abs=1.0)
 
 
-def test_hand_overs_cost_all_in_proportion_where_little_time_is_idle(library):
+def test_hand_overs_reduce_shares_in_proportion_if_little_time_is_idle(library):
     jobs = [ModelJob(60, 60), ModelJob(40, 40)]
     play(library, jobs, 20 * S)
     total = sum(job.share(S, 20 * S) for job in jobs)
@@ -233,10 +233,11 @@ def test_long_work_is_charged_and_paid_back(library):
 
 
 def play_overrun(library, length, until, *, rival=50, step=MS):
-    """Run kernels of `length` in a container of 10 %, beside one that always has short work.
+    """Run kernels of `length` ns in a container of 10 %, beside one that always has short work.
 
     A kernel that runs when its grant is over shares the GPU with the holder, as without Tidegate. The ledger
-    shows its end 5 ms later. Return what each used and what each was charged, in percent.
+    shows its end 5 ms later. Return what each used and what each was charged, in
+    percent of the GPU.
     """
     with Arbiter(library, config()) as arbiter:
         long = arbiter.add(WHOLE // 10, WHOLE // 10, 0)
@@ -279,7 +280,7 @@ def play_overrun(library, length, until, *, rival=50, step=MS):
 
 @pytest.mark.parametrize("length_ms", [200, 2000, 5000])
 def test_kernels_that_outlast_any_grant_are_paid_for(library, length_ms):
-    """Kernels of 2 s at 10 % used to get 39 % of the GPU, and those of 5 s 61 %."""
+    """Kernels of 2 s at 10 % once got 39 % of the GPU, and those of 5 s 61 %."""
     (long, short), (charged, _) = play_overrun(library, length_ms * MS, 150 * S)
     assert long <= 10 + 2
     assert short >= 50 - 1.5
@@ -429,7 +430,7 @@ def test_a_capped_container_alone_stays_below_its_cap(library):
     assert jobs[0].share(S, 10 * S) == pytest.approx(30, abs=0.5)
 
 
-def test_a_whole_gpu_alone_is_open_and_never_drained(library):
+def test_a_container_alone_on_a_whole_gpu_has_an_open_grant(library):
     jobs = [ModelJob(100, 100)]
     stats = play(library, jobs, 10 * S)
     assert stats[0].grants <= 2
@@ -437,7 +438,7 @@ def test_a_whole_gpu_alone_is_open_and_never_drained(library):
 
 
 def test_idle_time_is_lent_and_taken_back(library):
-    """An owner that wakes gets its share at once. Until then its neighbour had the whole GPU."""
+    """An owner that wakes gets its share at once. Until then its neighbour has the whole GPU."""
     owner = ModelJob(50, 50, awake=[(5 * S, 10 * S)])
     other = ModelJob(30, 100)
     play(library, [owner, other], 12 * S)
@@ -471,7 +472,7 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 
 @pytest.mark.parametrize(("last", "taken"), [(-2, 10), (0, 10), (5, 15), (9, 19), (11, 20)])
-def test_a_holder_that_does_not_give_back_is_passed_over(library, last, taken):
+def test_a_holder_that_does_not_return_its_grant_is_passed_over(library, last, taken):
     """The GPU is granted again 10 ms after the holder's last sign of life, and 20 ms after the deadline at the latest."""
     with Arbiter(library, config()) as arbiter:
         stuck, other = halves(arbiter)
@@ -816,7 +817,7 @@ def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_li
 
 
 def test_a_container_without_a_sign_gets_the_gpu_if_no_other_wants_it(library):
-    """The host may have descheduled it for a long time, so that its launch comes late."""
+    """The host may have descheduled the container for a long time, so its launch comes late."""
     with Arbiter(library, config()) as arbiter:
         late, other = halves(arbiter)
         arbiter.want(late, MS, want=True)
@@ -863,8 +864,8 @@ def test_the_next_holder_is_announced_before_its_grant_begins(quantum):
     assert settings.lead_ns < settings.quantum_ns == settings.most_ns
 
 
-def test_the_expected_holder_is_named_at_the_begin_of_the_grant_before(library):
-    """It has all of that time to prepare work."""
+def test_the_expected_holder_is_named_when_the_grant_before_it_begins(library):
+    """The expected holder has the time of that grant to prepare work."""
     changes = {"prepare_ns": 10 * MS}
     with Arbiter(library, config(**changes)) as arbiter:
         first, second = (arbiter.add(WHOLE // 2, WHOLE // 2, 0) for _ in range(2))
@@ -881,7 +882,7 @@ def test_the_expected_holder_is_named_at_the_begin_of_the_grant_before(library):
         assert view.standby_ns == view.deadline_ns + config().lead_ns
 
 
-def test_a_container_that_waits_for_its_cap_is_named_too(library):
+def test_a_container_that_waits_for_its_cap_is_also_named(library):
     """By the end of the holder's grant, no container may have the GPU."""
     with Arbiter(library, config(prepare_ns=10 * MS)) as arbiter:
         first, second = (arbiter.add(WHOLE * part // 10, WHOLE * part // 10, 0) for part in (3, 1))
@@ -922,7 +923,7 @@ def test_the_holder_is_named_if_the_others_have_to_wait_longer(library):
         assert (first, first) in seen  # the second one has had its 10 % for some time
 
 
-def test_otherwise_a_holder_is_named_when_it_is_decided(library):
+def test_without_time_to_prepare_a_holder_is_named_when_it_is_decided(library):
     with Arbiter(library, config()) as arbiter:
         tenants = [arbiter.add(WHOLE // 10, WHOLE // 10, 0) for _ in range(2)]
         for tenant in tenants:

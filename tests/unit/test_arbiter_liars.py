@@ -126,7 +126,8 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
     [([45, 45], 10, 10), ([50], 40, 40), ([45, 45], 10, 100), ([30], 10, 10)],
 )
 def test_a_liar_takes_no_share_of_another_container(library, lie, quotas, quota, limit):
-    """A lie gains at most a quarter of the liar's own share. If all time is promised, all containers pay for hand-overs.
+    """A lie gains at most a quarter of the liar's own share. If all time is promised, all
+    containers pay for hand-overs.
 
     If a grant that is given back early counts only by the reported use, four of these lies leave
     the others less than 1 % of the GPU, and the fifth leaves them 36 of 45 %.
@@ -162,8 +163,8 @@ WORK = 10_000
 
 
 def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
-    """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts
-    twice.
+    """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch
+    contexts twice.
 
     If such grants count only by the reported use, the other container has 42.5 % instead of its
     50 %.

@@ -75,7 +75,7 @@ def test_each_form_stamps_its_units(
     pytest.fail(f"units, and their median duration in us: {runs}")
 
 
-def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
+def test_a_given_number_of_iterations_is_done(machine: Simulated) -> None:
     """For a persistent kernel, the number of iterations is that of one stretch of work."""
     job = "burner-20000-persistent"
     runs: list[float] = []
@@ -88,7 +88,7 @@ def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
     assert runs[-1] == 250_000, runs
 
 
-def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
+def test_bursts_are_as_long_as_the_duty_requires(machine: Simulated) -> None:
     """The duty is half of the time. The GPU's clock is this machine's clock, so the measurements
     agree.
     """
@@ -111,7 +111,7 @@ def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
     assert statistics.median(ratios) == pytest.approx(1, rel=0.5)
 
 
-def test_an_unknown_form_is_named(machine: Simulated) -> None:
+def test_an_unknown_form_is_refused(machine: Simulated) -> None:
     done = subprocess.run(
         [machine.build / "burner", "--form", "dance"],
         env={**os.environ, **machine.environment},

@@ -58,7 +58,7 @@ def answer(**more):
 
 
 def parts():
-    """Return the parts of a run: a share of 40 % for 1 s, 0 % for 1 s, 20 % for 0.2 s, then 40 %."""
+    """Return a run's parts: a share of 40 % for 1 s, 0 % for 1 s, 20 % for 0.2 s, then 40 %."""
     work = [4000] * 100 + [0] * 100 + [2000] * 20 + [4000] * 180
     event = {"killed_ns": 1_000_000_000, "returned_ns": 2_000_000_000, "until_ns": 4_000_000_000}
     tenant = {

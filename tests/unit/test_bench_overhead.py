@@ -18,7 +18,7 @@ STUB = b"tidegate stub 0."
 
 @pytest.fixture
 def room(tmp_path):
-    """A room, on machines where this process can have a mount namespace."""
+    """A sandbox, on machines where this process can create a mount namespace."""
     with GrantSandbox(tmp_path / "room", [STUB]) as made:
         done = subprocess.run(made.command("true"), capture_output=True, text=True, check=False)
         if done.returncode:
@@ -58,7 +58,7 @@ def test_a_run_that_did_not_measure_everything_is_an_error():
         overhead.read_samples("overhead: cuInit answered 802", ["launch"])
 
 
-def test_over_the_stub_every_measure_is_taken_and_becomes_a_result(room, build_dir, tmp_path):
+def test_with_the_stub_every_measure_is_taken_and_becomes_a_result(room, build_dir, tmp_path):
     del room
     out = tmp_path / "overhead"
     command = ["--stub", "--pairs", "1", "--samples", "2", "--calls", "50", "--output", str(out)]
@@ -79,7 +79,7 @@ def test_over_the_stub_every_measure_is_taken_and_becomes_a_result(room, build_d
     assert run.main([*keep, str(tmp_path / "claimed.json")]) == 1
 
 
-def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_dir, tmp_path):
+def test_a_process_in_a_sandbox_reads_the_page_and_writes_the_ledger(room, build_dir, tmp_path):
     folder = control_folder(
         tmp_path / "lib", build_dir / "libcontrol/libcuda.so.1", build_dir / "libcuda-stub.so"
     )
@@ -93,11 +93,11 @@ def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_di
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    # There are two warm-up batches. Launches that went by a pass are reported five times a second.
+    # There are two warm-up batches. Launches that used a pass are reported five times a second.
     assert 0 < room.counter("launches") <= 7 * 3
 
 
-def test_a_room_has_the_grants_that_its_owner_wrote(tmp_path):
+def test_a_sandbox_has_the_grants_that_its_owner_wrote(tmp_path):
     with GrantSandbox(tmp_path / "room", [STUB, bytes(16)], compute=5) as room:
         room.grant_until(0, device=1)
         page = (tmp_path / "room/grant").read_bytes()
@@ -145,7 +145,7 @@ def test_two_processes_take_steps_in_turn(tmp_path):
     }  # fmt: skip
 
 
-def test_a_process_that_ends_in_the_middle_is_an_error_in_its_own_words(tmp_path):
+def test_a_process_that_ends_in_the_middle_is_an_error_with_its_message(tmp_path):
     with (
         pytest.raises(step.MachineError, match="status 1, no GPU here"),
         arm(tmp_path / "a", 1.0) as native,

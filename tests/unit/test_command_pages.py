@@ -110,7 +110,9 @@ def test_man_and_mandoc_report_nothing_about_a_page(
         assert said == ""
 
 
-def test_man_and_mandoc_report_an_invalid_page(tmp_path: Path, require: Callable[..., None]) -> None:
+def test_man_and_mandoc_report_an_invalid_page(
+    tmp_path: Path, require: Callable[..., None]
+) -> None:
     """This shows that the test above can fail."""
     require("man", "mandoc")
     page = tmp_path / "tidegate.1"

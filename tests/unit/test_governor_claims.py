@@ -513,7 +513,7 @@ def test_a_second_entry_of_the_hook_finds_the_container_prepared() -> None:
         with pytest.raises(RefusedError, match="already registered"):
             await world.server.admissions.admit({**request, "claims": []}, [fd], [])
         os.close(fd)
-        with pytest.raises(RefusedError, match="already registered"):  # another container with that id
+        with pytest.raises(RefusedError, match="already registered"):  # another with that id
             await world.begin("one", use("a"))
         first.kill()
         first.wait()

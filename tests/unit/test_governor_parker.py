@@ -1,4 +1,4 @@
-"""When containers are told to park their memory, and what becomes of an order."""
+"""When containers are told to park their memory, and how the governor reacts to what they do."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def test_a_container_comes_when_it_waits_and_leaves_when_another_one_waits() -> 
     node.step()
     node.step()
     assert where(a, b) == ["parked", "resident"]
-    # That it began with its memory in host memory does not count.
+    # That it began with its memory parked does not count.
     assert (a.times_parked, b.times_parked) == (1, 0)
 
 
-def test_one_comes_as_soon_as_the_other_gives_its_memory_up() -> None:
+def test_a_container_comes_as_soon_as_the_other_gives_its_memory_up() -> None:
     a, b = container("a", 30), container("b", 30)
     node = Played(a, b)
     node.wants(a)
@@ -155,10 +155,10 @@ def test_one_comes_as_soon_as_the_other_gives_its_memory_up() -> None:
     assert where(a, b) == ["leaving", "coming"]
 
 
-def test_what_a_parked_container_holds_by_nvml_counts() -> None:
+def test_memory_that_nvml_reports_for_a_parked_container_counts() -> None:
     a, b = container("a", 30), container("b", 30)
     node = Played(a, b)
-    # It says that its memory is parked, and holds it.
+    # The container reports that its memory is parked, but still holds it.
     node.step()
     a.account.seen = lambda _: (30 * GIB, time.monotonic_ns() + 1000 * S)
     node.wants(b)
@@ -167,7 +167,7 @@ def test_what_a_parked_container_holds_by_nvml_counts() -> None:
     assert not b.parking.is_ordered
 
 
-def test_one_that_does_not_leave_stays_and_is_left_alone_for_a_while() -> None:
+def test_a_container_that_does_not_leave_stays_and_is_left_alone_for_a_while() -> None:
     a, b = container("a", 30), container("b", 30)
     node = Played(a, b)
     node.wants(a)
@@ -226,7 +226,7 @@ def test_a_suspended_container_does_not_come() -> None:
     assert a.parking.is_ordered
 
 
-def test_one_that_never_says_that_it_has_come_leaves_like_any_other() -> None:
+def test_a_container_that_never_reports_its_arrival_leaves_like_any_other() -> None:
     a, b = container("a", 30), container("b", 30)
     node = Played(a, b)
     a.parking.obeys = False
@@ -248,10 +248,10 @@ def test_a_restarted_governor_continues() -> None:
     assert where(a, b) == ["resident", "parked"]
 
 
-def test_a_restarted_governor_decides_nothing_before_it_has_seen_what_is_on_the_gpu() -> None:
+def test_a_restarted_governor_decides_nothing_before_it_has_sampled_the_gpu() -> None:
     a, b = container("a", 30), container("b", 30)
     a.account.seen = b.account.seen = lambda _: (0, 0)
-    # It was leaving when the last governor ended, and holds all of its memory.
+    # Container a was leaving when the last governor ended, and holds all of its memory.
     a.parking.told = replace(a.parking.told, n_parked=0, n_going=0)
     node = Played(a, b)
     node.wants(b)
@@ -289,7 +289,7 @@ def test_host_memory_is_made_ready_where_memory_is_short() -> None:
     asyncio.run(run())
 
 
-def test_a_node_without_host_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_memory_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LATE_NS", 0)
 
     async def run() -> None:
@@ -305,7 +305,7 @@ def test_a_node_without_host_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert [line["event"] for line in logs] == ["no-host-memory"]
 
 
-def test_one_that_is_never_parked_waits_for_its_room() -> None:
+def test_a_container_that_is_never_parked_waits_for_its_room() -> None:
     async def run() -> None:
         a = container("a", 30)
         node = Played(a)
@@ -325,7 +325,7 @@ def test_one_that_is_never_parked_waits_for_its_room() -> None:
     asyncio.run(run())
 
 
-def test_its_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROOM_S", 0.1)
 
     async def run() -> None:
@@ -343,12 +343,12 @@ def test_its_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyP
     asyncio.run(run())
 
 
-def test_where_nothing_is_parked_nobody_waits() -> None:
+def test_no_start_waits_if_no_container_can_be_parked() -> None:
     async def run() -> None:
         node = Played(container("a", 30, parks=False))
         new = container("new", 10, parks=False)
         node.containers["new"] = new
-        node.reserve = 20 * GIB  # it was raised after they had been admitted
+        node.reserve = 20 * GIB  # raised after the containers had been admitted
         await node.parker.make_room(new)
 
     asyncio.run(run())

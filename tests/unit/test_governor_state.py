@@ -234,7 +234,7 @@ def test_promises_survive_a_kill(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if "damaged" in p.name] == []
 
 
-def test_only_root_reads_it(tmp_path: Path) -> None:
+def test_only_root_can_read_the_database(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         state = opened(tmp_path / "new" / NAME)
@@ -262,7 +262,7 @@ def test_rows_of_another_boot_are_ignored(tmp_path: Path, monkeypatch: pytest.Mo
     first.close()
 
 
-def test_two_governors_do_not_share_it(tmp_path: Path) -> None:
+def test_two_governors_do_not_share_a_database(tmp_path: Path) -> None:
     first = opened(tmp_path / NAME)
     with pytest.raises(GovernorError, match="is open in another process; stop the other governor"):
         opened(tmp_path / NAME)
@@ -273,7 +273,7 @@ def test_two_governors_do_not_share_it(tmp_path: Path) -> None:
 # ---- versions ----
 
 
-def test_a_file_of_an_older_version_is_brought_up(
+def test_a_file_of_an_older_version_is_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = filled(tmp_path)
@@ -375,7 +375,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_a_damaged_file_is_moved_away_and_logged(tmp_path, capsys, damage) -> None:
+def test_a_damaged_file_is_set_aside_and_logged(tmp_path, capsys, damage) -> None:
     path = filled(tmp_path)
     damage(path)
     before = path.read_bytes()
@@ -398,7 +398,9 @@ def test_a_damaged_file_is_moved_away_and_logged(tmp_path, capsys, damage) -> No
     assert path.with_name(f"{NAME}.damaged-2").exists()
 
 
-def test_an_empty_file_is_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_file_is_used_as_a_new_database(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / NAME).touch()
     state = opened(tmp_path / NAME)
     state.put(row(1))
@@ -433,7 +435,7 @@ def test_random_damage_is_never_believed(tmp_path: Path) -> None:
     assert 50 < set_aside < 300
 
 
-# ---- where it cannot be written ----
+# ---- a file that cannot be written ----
 
 
 @pytest.fixture
@@ -576,7 +578,7 @@ def test_a_user_of_the_host_cannot_hold_the_lock(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_governor_that_answers_counts_without_the_lock(tmp_path: Path) -> None:
+def test_a_governor_that_answers_excludes_another_without_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "governor.sock"
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))
@@ -598,7 +600,7 @@ def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> None:
-    """Meanwhile the first governor keeps the socket. A signal ends the wait."""
+    """Until then the first governor keeps the socket. A signal ends the wait."""
     path = tmp_path / "governor.sock"
 
     async def scene() -> None:
@@ -626,7 +628,7 @@ def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> N
     asyncio.run(scene())
 
 
-def test_a_file_that_is_damaged_while_it_is_open_is_written_anew(
+def test_a_file_that_is_damaged_while_it_is_open_is_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = opened(tmp_path / NAME)

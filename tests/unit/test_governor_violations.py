@@ -1,4 +1,4 @@
-"""Test when samples become a violation, with made-up samples on a virtual clock."""
+"""Test when samples become a violation, with artificial samples on a virtual clock."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bursts_continue_a_violation_and_later_one_sample_is_enough() -> None:
     assert play.look(replace(HONEST, memory={7: 5 * GIB})) == []
 
 
-def test_processes_that_come_and_go_unregistered_add_up() -> None:
+def test_short_lived_unregistered_processes_add_up() -> None:
     play = Play()
     play.looks(HONEST, S)
     begin = play.now
@@ -163,7 +163,7 @@ def test_two_samples_far_apart_count_as_two() -> None:
     assert play.told == []
 
 
-def test_a_stranger_is_reported_at_its_second_half_second() -> None:
+def test_an_unregistered_process_is_reported_after_half_a_second() -> None:
     play = Play()
     stranger = replace(HONEST, unregistered=frozenset({9}), memory={7: 1, 9: 5})
     assert play.look(stranger) == []
@@ -210,7 +210,7 @@ def test_samples_of_earlier_work_are_no_violation() -> None:
     assert play.told == []
 
 
-def test_samples_of_the_future_are_no_violation() -> None:
+def test_samples_with_future_times_are_no_violation() -> None:
     play = Play()
     play.idle(3 * S)
     for i in range(40):
@@ -229,13 +229,13 @@ def test_a_repeated_sample_counts_once() -> None:
 
 
 @pytest.mark.parametrize("percent", [LEAST_PERCENT - 1, 101, 2**32 - 1])
-def test_housekeeping_of_a_context_is_no_work_and_nonsense_no_evidence(percent: int) -> None:
+def test_low_and_invalid_percentages_are_no_evidence(percent: int) -> None:
     play = Play()
     play.idle(20 * S, percent=percent)
     assert play.told == []
 
 
-def test_after_late_samples_the_time_between_is_not_judged() -> None:
+def test_the_time_between_late_samples_is_not_judged() -> None:
     """The governor was stopped, and the container granted itself its share in the meantime."""
     play = Play()
     play.idle(5 * S)
@@ -296,7 +296,7 @@ facts = st.builds(
 
 @settings(max_examples=examples(300))
 @given(st.lists(st.tuples(facts, st.integers(0, 2 * S)), max_size=60))
-def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
+def test_begin_and_end_alternate(looks: list[tuple[Facts, int]]) -> None:
     play = Play()
     for one, passed in looks:
         play.look(one, passed)
@@ -344,7 +344,7 @@ def test_findings_are_bounded_and_plain() -> None:
     assert (findings.seen, findings.frozen) == ([0, 0], False)
 
 
-def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
+def test_an_ongoing_violation_is_not_dropped_for_others() -> None:
     findings = Findings(1)
     findings.add(Episode(MEMORY, "GPU-0", 1, 2, 1))
     for i in range(2 * MAX_EPISODES):

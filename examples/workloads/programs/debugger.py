@@ -17,7 +17,7 @@ def body(program: ProgramCheck) -> None:
     words = [word for line in SCRIPT for word in ("-ex", line)]
     done = run_tool([tool, "-nx", "-batch", *words, "--args", steps, str(WORDS)])
     program.value("printed", re.findall(r"^\$\d+ = .*", done.stdout, re.MULTILINE))
-    # A breakpoint in a kernel also has a location on the host, so its number is 1.1 or 1.2.
+    # A breakpoint in a kernel also has a location on the host, so it is 1.1, 1.2 and so on.
     stops = re.findall(r"hit Breakpoint 1[.\d]*, step", done.stdout)
     program.check("the debugger stops inside the kernel", len(stops) == 1, done.stdout)
     program.check("it prints an argument", f"$1 = {WORDS}" in done.stdout, done.stdout)

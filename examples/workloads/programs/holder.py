@@ -6,7 +6,7 @@
 It is not one of the compared programs: `bench.suspension` runs it. Each turn adds one to the words
 of the first block and writes a line to DIR/turns: the time at its end on this machine's monotonic
 clock, its duration by that clock, and by the GPU's events, in milliseconds. When DIR/stop exists,
-it compares all contents with what they have to be, and prints a line of JSON.
+it compares all contents with the expected ones, and prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class HeldMemory:
-    """Blocks of device memory. All but the first have the same contents, except a first word."""
+    """Blocks of device memory that begin with the same contents, except for the first word."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.cuda = cuda

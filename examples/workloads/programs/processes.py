@@ -129,7 +129,7 @@ class Core:
         return self.workers[rank].call(method, *arguments)
 
     def kill(self, rank: int, enough: int) -> tuple[bool, float]:
-        """Kill a worker; return whether the other sees `enough` bytes free, and the ms until then."""
+        """Kill a worker; return whether the other sees `enough` bytes free, and the delay in ms."""
         self.workers[rank].process.kill()
         self.workers[rank].process.join()
         ended = time.monotonic()

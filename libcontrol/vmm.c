@@ -362,7 +362,8 @@ static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step
         if (block) {
             if (gone.key) {
                 block->count |= UNMAP_LAST;
-                block->size = gone.size; /* mappings are of whole allocations */
+                if (gone.size) /* mappings are of whole allocations; an object has no size */
+                    block->size = gone.size;
                 block->device = gone.device;
                 block->flags = gone.flags;
             }
@@ -374,7 +375,7 @@ static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step
         return;
     if (mapping.count & UNMAP_LAST)
         gone = (struct block){.key = mapping.value,
-                              .size = mapping.size,
+                              .size = mapping.flags & BLOCK_OBJECT ? 0 : mapping.size,
                               .kind = BLOCK_HANDLE,
                               .device = mapping.device,
                               .flags = mapping.flags,

@@ -432,6 +432,24 @@ int cuMulticastUnbind(address object, int device, size_t at, size_t size)
     return object > FIRST_OBJECT && size ? 0 : 1;
 }
 
+static address object_at;
+
+int cuMemMap(address at, size_t size, size_t from, address handle, unsigned long long flags)
+{
+    if (handle <= FIRST_OBJECT)
+        return NEXT(cuMemMap)(at, size, from, handle, flags);
+    object_at = at;
+    return 0;
+}
+
+int cuMemUnmap(address at, size_t size)
+{
+    if (!object_at || at != object_at)
+        return NEXT(cuMemUnmap)(at, size);
+    object_at = 0;
+    return 0;
+}
+
 int cuMemRelease(address handle)
 {
     return handle > FIRST_OBJECT ? 0 : NEXT(cuMemRelease)(handle);

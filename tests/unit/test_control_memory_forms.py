@@ -531,6 +531,23 @@ def test_an_epoll_instance_of_the_program_is_left_alone(agent) -> None:
     )
 
 
+def test_an_object_that_is_released_before_it_is_unmapped_keeps_nothing(agent) -> None:
+    """Nor does its mapping hide a later one at the same addresses."""
+    agent.run(EXPORTS)
+    agent.run(
+        "handle = create(); many = out('cuMulticastCreate', None)\n"
+        "at = out('cuMemAddressReserve', 100 * M, 0, 0, 0)\n"
+        "driver.call('cuMulticastBindMem', many, 0, handle, 0, 100 * M, 0); release(handle)\n"
+        "driver.call('cuMemMap', at, 100 * M, 0, many, 0); release(many)"
+    )
+    assert agent.field("memory") == 100 * MIB
+    agent.run("driver.call('cuMemUnmap', at, 100 * M)")
+    assert agent.field("memory") == 0
+    agent.run("handle = create(); driver.call('cuMemMap', at, 100 * M, 0, handle, 0)")
+    agent.run("release(handle); driver.call('cuMemUnmap', at, 100 * M)")
+    assert agent.field("memory") == 0
+
+
 def test_an_object_that_was_exported_keeps_what_is_bound_to_it(agent) -> None:
     agent.run(EXPORTS)
     agent.run(

@@ -132,42 +132,6 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
     return first;
 }
 
-/*
- * A kernel can be launched by its handle, which loads its library unnoticed. The kernel is
- * therefore kept in the table until the library is loaded into any context, and its function is
- * requested before the kernel is launched. Until then no launch takes the fast path.
- */
-static void kernel_note(CUkernel kernel, CUlibrary library)
-{
-    struct block entry = {.key = (uintptr_t)kernel,
-                          .value = (uintptr_t)library,
-                          .kind = BLOCK_KERNEL,
-                          .device = -1,
-                          .owner = OWNER_NONE};
-    struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
-    bool waits = block && !block->value;
-
-    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
-    if (!waits)
-        return;
-    if (!blocks_lock(BLOCK_KERNEL, entry.key) && blocks_add(&entry))
-        atomic_add_seq_cst(&gate_lazy_kernels, 1);
-    blocks_unlock(BLOCK_KERNEL, entry.key);
-    gate_end_all_passes();
-}
-
-/* Looks in the table first, because older drivers cannot return the library. */
-static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
-{
-    struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
-    bool known = block;
-
-    if (block)
-        *libraryp = (CUlibrary)(uintptr_t)block->value;
-    blocks_unlock(BLOCK_KERNEL, (uintptr_t)kernel);
-    return known || driver->cuKernelGetLibrary(libraryp, kernel) == CUDA_SUCCESS;
-}
-
 static bool kernel_visit(const struct block *block, void *data)
 {
     if (block->kind != BLOCK_KERNEL || block->value != *(const uint64_t *)data)
@@ -182,6 +146,51 @@ static void kernels_forget(CUlibrary library)
 
     if (unlikely(atomic_load_relaxed(&gate_lazy_kernels)))
         blocks_sweep(kernel_visit, &value);
+}
+
+static bool library_waits(CUlibrary library)
+{
+    struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    bool waits = block && !block->value;
+
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    return waits;
+}
+
+/*
+ * A kernel can be launched by its handle, which loads its library unnoticed. The kernel is
+ * therefore kept in the table until the library is loaded into any context, and its function is
+ * requested before the kernel is launched. Until then no launch takes the fast path.
+ */
+static void kernel_note(CUkernel kernel, CUlibrary library)
+{
+    struct block entry = {.key = (uintptr_t)kernel,
+                          .value = (uintptr_t)library,
+                          .kind = BLOCK_KERNEL,
+                          .device = -1,
+                          .owner = OWNER_NONE};
+
+    if (!library_waits(library))
+        return;
+    if (!blocks_lock(BLOCK_KERNEL, entry.key) && blocks_add(&entry))
+        atomic_add_seq_cst(&gate_lazy_kernels, 1);
+    blocks_unlock(BLOCK_KERNEL, entry.key);
+    /* Another thread may have loaded the library before the kernel was in the table. */
+    if (!library_waits(library))
+        kernels_forget(library);
+    gate_end_all_passes();
+}
+
+/* Looks in the table first, because older drivers cannot return the library. */
+static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
+{
+    struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
+    bool known = block;
+
+    if (block)
+        *libraryp = (CUlibrary)(uintptr_t)block->value;
+    blocks_unlock(BLOCK_KERNEL, (uintptr_t)kernel);
+    return known || driver->cuKernelGetLibrary(libraryp, kernel) == CUDA_SUCCESS;
 }
 
 /* Called before a launch while there are such kernels. */
@@ -241,7 +250,7 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
     block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     if (block) {
         block->count = loaded && !fits;
-        if (!(fits && loaded)) {
+        if (!(fits && loaded) && block->value) {
             block->value &= ~bit;
             if (!block->value)
                 atomic_add_relaxed(&n_waiting, 1);

@@ -119,6 +119,10 @@ static enum pages_answer pages_join(void)
     atomic_store_release(&pages_now.slot, slot);
     return PAGES_JOINED;
 fail:
+    if (pages_now.arena)
+        os_unmap(pages_now.arena, pages_now.arena_size);
+    pages_now.arena = NULL;
+    pages_now.arena_size = 0;
     if (ledger_fd >= 0)
         os_close(ledger_fd);
     os_close(fd);

@@ -178,13 +178,15 @@ class Steering(Generic[H]):
         if list(found) == known and pid not in self.returned:
             return  # each driver call takes locks of the whole host
         keys = {one.key for one in found}
+        missed = [one for one in known if one.key not in keys]
         for owner, held in self._held.items():
             self._held[owner] = [one for one in held if one.pid != pid and one.key not in keys]
         self._held[tenant] += found
         self._hidden.pop(pid, None)
         setting = self._settings.get(tenant)
         # The channels may be off: an earlier governor may have died, or they were known already.
-        self._hardware.switch(found, on=True)
+        # Those that this search missed are in no later announcement, so they must not stay off.
+        self._hardware.switch([*missed, *found], on=True)
         if setting and not setting.on:
             self._announce_off(self._settings)
             self._hardware.switch(found, on=False)

@@ -519,6 +519,19 @@ def test_a_process_that_is_released_while_it_is_off_is_switched_on(node):
     assert node.state(1)[0]
 
 
+def test_channels_that_a_search_misses_do_not_stay_off(node):
+    """A process has two clients, and a later search finds only the newer one."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert not node.state(1)[0]
+    (newer,) = node.hardware.find(1002, -1)
+    node.steering.take(1, 1001, [newer._replace(holding=newer.holding._replace(pid=1001))])
+    assert node.state(1)[0]
+    assert not node.state(2)[0]
+
+
 def test_channels_of_a_process_that_has_left_are_not_steered(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)

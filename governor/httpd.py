@@ -86,7 +86,7 @@ class Endpoint(abc.ABC):
                 if self._connections > MAX_CONNECTIONS:
                     answer = self.status("503 Service Unavailable")
                 else:
-                    answer = await self._answer(await reader.readuntil(b"\r\n\r\n"))
+                    answer = await self._answer_next(reader)
                 writer.write(answer)
                 await writer.drain()
                 writer.write_eof()
@@ -94,8 +94,6 @@ class Endpoint(abc.ABC):
                 # discard the answer.
                 while await reader.read(HEAD_LIMIT):
                     pass
-        except asyncio.LimitOverrunError:
-            writer.write(self.status("431 Request Header Fields Too Large"))
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             # CancelledError is raised when the governor stops; the asyncio of Python 3.11 reports
             # such tasks as errors.
@@ -103,6 +101,13 @@ class Endpoint(abc.ABC):
         finally:
             self._connections -= 1
             writer.close()
+
+    async def _answer_next(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return self.status("431 Request Header Fields Too Large")
+        return await self._answer(head)
 
     async def _answer(self, head: bytes) -> bytes:
         line, _, rest = head.partition(b"\r\n")

@@ -634,6 +634,25 @@ def test_the_socket_is_for_root_and_its_group(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_client_that_sends_too_much_over_tcp_gets_the_answer() -> None:
+    """The rest is read; a reset would discard the answer."""
+
+    async def scene() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        task = asyncio.create_task(MetricsEndpoint(list).serve(listener))
+        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        writer.write(b"GET /metrics HTTP/1.1\r\nA: " + b"b" * (1 << 20))
+        writer.write_eof()
+        await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        writer.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_a_port_of_this_machine(tmp_path: Path, family: socket.AddressFamily) -> None:
     host = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}[family]

@@ -7,7 +7,6 @@ Links are resolved as for a process with that root.
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import stat
@@ -23,7 +22,7 @@ from governor.doctor.finding import UnseenError
 from governor.errors import ConfigError
 from vdriver.tree import Tree
 
-CHUNK, CHUNKS = 64 << 10, 64
+CHUNK, MOST = 64 << 10, 4 << 20
 """Size of a read, and the largest number of reads of a file; containerd's configuration has 10 KiB.
 A file in /proc may return smaller pieces."""
 TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
@@ -150,16 +149,19 @@ class ExaminedNode:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise UnseenError(f"{path} is not a regular file")
-                # The file is read in small pieces: a sysctl answers ENOMEM to a read of megabytes.
-                data = b"".join(itertools.islice(iter(lambda: os.read(fd, CHUNK), b""), CHUNKS))
+                # The file is read in small pieces: a sysctl answers ENOMEM to a read of megabytes,
+                # and most files of /proc return at most a page.
+                data = bytearray()
+                while len(data) < MOST and (piece := os.read(fd, CHUNK)):
+                    data += piece
             finally:
                 os.close(fd)
         except OSError as e:
             if e.errno in GONE:
                 return None
             raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
-        if len(data) >= CHUNK * CHUNKS:
-            raise UnseenError(f"{path} has more than {CHUNK * CHUNKS >> 20} MiB")
+        if len(data) >= MOST:
+            raise UnseenError(f"{path} has more than {MOST >> 20} MiB")
         return data.decode(errors="replace")
 
     def find(self, program: str) -> str | None:

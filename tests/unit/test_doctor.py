@@ -15,7 +15,7 @@ from governor import cli
 from governor.doctor import checks
 from governor.doctor.checks import CHECKS, OF_NODE, examine
 from governor.doctor.finding import Finding, Severity, UnseenError, warning
-from governor.doctor.node import CHUNK, CHUNKS, ExaminedNode, open_node, run_command
+from governor.doctor.node import MOST, ExaminedNode, open_node, run_command
 from tests.unit.doctor_nodes import Host, governor, words
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_fifos_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
         "unseen: /proc/sys/kernel/osrelease is not a regular file"
     ]
     huge = host.put("etc/docker/daemon.json")
-    os.truncate(huge, CHUNK * CHUNKS)
+    os.truncate(huge, MOST)
     assert host.check("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]
 
 

@@ -191,15 +191,24 @@ def summarise(report: dict[str, Any]) -> dict[str, Any]:
             for way in WAYS[1:]
         }
         crowd = report["crowd"][runtime]
-        ordered = sorted(crowd["ms"])
         summary[runtime] = {
             "bare_ms": round(statistics.median(bare), 2),
             "added_ms": added,
-            "crowd_p50_ms": round(statistics.median(ordered), 1),
-            "crowd_p99_ms": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 1),
+            **percentiles(crowd["ms"]),
             "failures": len(crowd["failures"]),
         }
     return summary
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile of times in ms; nothing if no start succeeded."""
+    ordered = sorted(times)
+    if not ordered:
+        return {}
+    return {
+        "crowd_p50_ms": round(statistics.median(ordered), 1),
+        "crowd_p99_ms": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 1),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

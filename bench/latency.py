@@ -236,9 +236,9 @@ def run(
     service_quota: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Return the requests' times in ms and the jobs' units per second."""
-    jobs = start_jobs(arm, load, iterations)
-    services = start_services(arm, load, iterations, service_quota)
     try:
+        jobs = start_jobs(arm, load, iterations)
+        services = start_services(arm, load, iterations, service_quota)
         for out in [*jobs, *services]:
             wait_for(out / "begin.ready")
         for out in jobs:
@@ -259,8 +259,11 @@ def run(
         units = [_units(out, passed) for out in jobs]
     finally:
         arm.end()
+    requests = [took for out in services for took in _requests(out)]
+    if services and not requests:
+        raise MachineError(f"no request arrived in {load.seconds:g} s: ask for more --seconds")
     return {
-        "requests_ms": [took for out in services for took in _requests(out)],
+        "requests_ms": requests,
         "units_per_s": [round(n, 2) for n in units],
     }
 

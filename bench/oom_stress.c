@@ -177,7 +177,8 @@ static int take_mapped(struct block *b)
     result = cuMemCreate(&memory, b->size, &p, 0);
     if (result)
         return result;
-    if (succeeded(cuMemAddressReserve(&b->at, b->size, 0, 0, 0), "cuMemAddressReserve")) {
+    result = cuMemAddressReserve(&b->at, b->size, 0, 0, 0);
+    if (succeeded(result, "cuMemAddressReserve")) {
         result = cuMemMap(b->at, b->size, 0, memory, 0);
         if (!succeeded(result, "cuMemMap"))
             cuMemAddressFree(b->at, b->size);

@@ -276,7 +276,10 @@ def measure_node(args: argparse.Namespace) -> dict[str, Any]:
                             raise MachineError("the neighbour of a native run failed")
                         time.sleep(0.02)
                     start.touch()
-                    return native(measures)
+                    samples = native(measures)
+                    if neighbour.poll() is not None:
+                        raise MachineError("the neighbour ended before the measurement")
+                    return samples
                 finally:
                     neighbour.kill()
 

@@ -35,6 +35,8 @@ class Tree:
         while remaining:
             part = remaining.pop()
             if part == "..":
+                if not os.path.isdir(self.host("/".join(done))):  # noqa: PTH112
+                    return None
                 done = done[:-1]
                 continue
             here = "/" + "/".join([*done, part])

@@ -492,6 +492,7 @@ def test_a_tree_resolves_paths_as_for_a_process_with_that_root(tmp_path):
     assert tree.resolve("/../..") == "/"
     assert tree.resolve("/loop") is None
     assert tree.resolve("/a/b/file/x") is None
+    assert tree.resolve("/a/b/file/../file") is None
     assert tree.regular("/abs") is None
     assert tree.read("/abs/file", 10) == b"x"
 

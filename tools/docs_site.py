@@ -165,7 +165,8 @@ def outside_assets(site: Path) -> list[str]:
         reader = _Assets()
         if file.suffix != ".css":
             reader.feed(text)
-        sheets = [text] if file.suffix == ".css" else re.findall(r"<style[^>]*>(.*?)</style>", text)
+        styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)
+        sheets = [text] if file.suffix == ".css" else styles
         fetched = reader.found + [url for sheet in sheets for url in styled(sheet)]
         faults += [
             f"{file.relative_to(site)}: {url}"

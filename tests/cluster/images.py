@@ -101,7 +101,7 @@ def tidegate_image() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         archive = directory / f"{_digest()}.tar"
         if not archive.exists():
-            for old in sorted(directory.glob("*.tar"))[:-1]:
+            for old in sorted(directory.glob("*.tar"), key=lambda path: path.stat().st_mtime)[:-1]:
                 old.unlink()
             _make(archive)
     return archive

@@ -178,7 +178,7 @@ def test_assets_from_elsewhere_are_found_in_a_site(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="https://example.org/">fine</a><link rel="stylesheet" href="_static/x.css">'
         '<script src="//cdn.example.org/a.js"></script><img srcset="b.png 1x, HTTPS://example.org/c.png 2x">'
-        "<style>p{background:url('http://example.org/d.png')}</style>"
+        "<style>\np{background:url('http://example.org/d.png')}\n</style>"
     )
     (tmp_path / "x.css").write_text(
         '/* url(http://fine) */ @import "https://fonts.example.org/e.css";\na{src:url(f.woff)}'

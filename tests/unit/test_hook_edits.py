@@ -211,7 +211,7 @@ def test_command_lines_as_the_runtime_reads_them(
     """tests/container/test_fronts.py runs each real runtime with these command lines."""
     call = parse_call(arguments.split(), like_crun=like_crun)
     assert (call.command in ("run", "create"), call.bundle) == (True, bundle)
-    assert call.command == "create" if "--root run create" in arguments else "run"
+    assert call.command == ("create" if "--root run create" in arguments else "run")
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,9 @@ class _Sum:
     def observe(self, now_ns: int, rate: float) -> bool:
         """Return whether the condition lasts; `rate`, which fills the bucket, is 0 if it is absent.
 
-        Once the bucket has been full, one more sample with the condition is enough, until the
-        bucket is empty.
+        It lasts from the sample with which the bucket is full until the condition has been absent
+        for `end_ns`. It then begins again once the bucket is full again, from which it has only
+        leaked in the meantime.
         """
         passed = 0 if self._looked is None else min(now_ns - self._looked, SAMPLE_NS)
         self._looked = now_ns

@@ -197,7 +197,7 @@ def create(
         config = CONFIG.pack(
             MAGIC, VERSION, CONFIG_SIZE, FILE_SIZE,
             memory, context_memory, slice_us * 1000, switch_us * 1000, seed,
-            jitter, device_uuid(seed, index).bytes, name.encode()[:95], index + 1,
+            jitter, device_uuid(seed, index).bytes, name.encode()[:95].decode(errors="ignore").encode(), index + 1,
             0, *topology.place(index), topology.ends(index),
         )  # fmt: skip
         partial = directory / f".gpu{index}.{os.getpid()}"

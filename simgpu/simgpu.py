@@ -192,12 +192,13 @@ def create(
     topology.check(devices)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
+    shown = name.encode()[:95].decode(errors="ignore").encode()
     for index in range(devices):
         path = directory / f"gpu{index}"
         config = CONFIG.pack(
             MAGIC, VERSION, CONFIG_SIZE, FILE_SIZE,
             memory, context_memory, slice_us * 1000, switch_us * 1000, seed,
-            jitter, device_uuid(seed, index).bytes, name.encode()[:95].decode(errors="ignore").encode(), index + 1,
+            jitter, device_uuid(seed, index).bytes, shown, index + 1,
             0, *topology.place(index), topology.ends(index),
         )  # fmt: skip
         partial = directory / f".gpu{index}.{os.getpid()}"

@@ -256,7 +256,7 @@ def test_nothing_is_lost_if_the_governor_is_killed_three_times_under_load(node: 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_nothing_is_lost_if_the_governor_is_killed_a_hundred_times_under_load(
-    node: BenchNode
+    node: BenchNode,
 ) -> None:
     kill_governor_repeatedly(node, 100)
 
@@ -495,7 +495,7 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
 
 @pytest.mark.slow
 def test_a_process_started_long_after_the_governor_was_killed_is_taken_over(
-    node: BenchNode
+    node: BenchNode,
 ) -> None:
     container = start_worker(node, "patient")
     begin(container)

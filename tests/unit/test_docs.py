@@ -126,7 +126,10 @@ def test_lines_that_troubleshooting_quotes_are_in_the_code():
     )
     # Join literals that span several lines. A placeholder stands for any text.
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
-    said = {"exit code: 75", "device node /dev/nvidia0"}  # a runtime's own message; a filled-in placeholder
+    said = {
+        "exit code: 75",
+        "device node /dev/nvidia0",
+    }  # a runtime's own message; a filled-in placeholder
     assert "device node {" in sources
     assert [words for words in quoted if words not in said and words not in sources] == []
 

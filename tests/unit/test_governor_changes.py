@@ -22,16 +22,18 @@ class Room:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Container, int, asyncio.Future[None]]] = []
+        self._changed = asyncio.Condition()
 
     async def make(self, container: Container, more: int) -> None:
         decided = asyncio.get_running_loop().create_future()
-        self.waiting.append((container, more, decided))
+        async with self._changed:
+            self.waiting.append((container, more, decided))
+            self._changed.notify_all()
         await decided
 
     async def until_waiting(self, count: int = 1) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while len(self.waiting) < count:
-                await asyncio.sleep(0.001)
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.waiting) >= count)
 
     def give(self, number: int = 0) -> None:
         self.waiting[number][2].set_result(None)

@@ -233,9 +233,9 @@ static bool leave_all(struct parking_block *blocks, size_t n, CUstream stream)
     size_t turn = 0;
 
     for (size_t i = 0; left && i < 2; i++)
-        left = driver->cuEventCreate(&leaving[i].copied,
-                                     CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING) ==
-               CUDA_SUCCESS;
+        left =
+            driver->cuEventCreate(&leaving[i].copied,
+                                  CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
     for (size_t i = 0; left && i < n; i++) {
         if (blocks[i].fixed)
             continue;

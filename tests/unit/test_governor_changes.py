@@ -46,10 +46,10 @@ Scene = Callable[[MetricsWorld, Room, Container], Awaitable[None]]
 
 
 def run(directory: Path, build_dir: Path, scene: Scene) -> None:
-    """Play a scene on a node with one container of 4 GiB and 40 %, limit 100."""
+    """Play a scene on a node with one container of 4 GiB and 40 %."""
 
     async def play() -> None:
-        world = MetricsWorld(directory, build_dir)
+        world = MetricsWorld(directory, build_dir / "libcontrol")
         room = Room()
         try:
             container = await world.admit("one")
@@ -165,9 +165,9 @@ def test_a_container_that_ends_while_its_change_waits_is_not_stored_again(
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
         world.server.admissions.end(container, "test")
+        other = await admit_again(world)
         stored: list[object] = []
         world.server.admissions._state.put = stored.append  # type: ignore[method-assign]
-        other = await admit_again(world)
         room.give()
         with pytest.raises(RefusedError, match="one"):
             await first

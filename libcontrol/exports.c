@@ -93,6 +93,16 @@ static void read_line(const char *line)
         open_files.numbers[open_files.n++] = number;
 }
 
+/* A program that has changed its root may have no /proc. */
+static bool has_fdinfo(void)
+{
+    int fd = os_open("/proc/self/fdinfo");
+
+    if (fd >= 0)
+        os_close(fd);
+    return fd >= 0;
+}
+
 /* Called with the lock held. Determines which of the files are still open in any process. */
 static void read_open_files(void)
 {
@@ -105,7 +115,7 @@ static void read_open_files(void)
     open_files.n = 0;
     snprintf(path, sizeof path, "/proc/self/fdinfo/%d", exports_watch);
     fd = os_open(path);
-    open_files.failed = fd == -EMFILE || fd == -ENFILE;
+    open_files.failed = fd == -EMFILE || fd == -ENFILE || (fd < 0 && !has_fdinfo());
     if (fd < 0)
         return;
     while ((got = os_call(SYS_read, fd, buffer, sizeof buffer)) > 0)

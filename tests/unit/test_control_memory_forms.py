@@ -531,6 +531,30 @@ def test_an_epoll_instance_of_the_program_is_left_alone(agent) -> None:
     )
 
 
+OPEN = """
+def n_open():
+    valid = 0
+    for fd in range(500, 700):
+        try:
+            os.fstat(fd)
+        except OSError:
+            continue
+        valid += 1
+    return valid
+"""
+
+
+def test_exports_of_a_program_that_has_lost_proc_take_no_descriptors(agent) -> None:
+    agent.run(EXPORTS + OPEN)
+    agent.run("handle = create(); fd = exported(handle); release(handle); os.close(fd)")
+    before = agent.number("n_open()")
+    agent.run("os.mkdir('/run/empty'); os.chroot('/run/empty')")
+    for _ in range(3):
+        agent.run("handle = create(); fd = exported(handle); release(handle); os.close(fd)")
+    assert agent.number("n_open()") == before
+    assert agent.field("memory") == 300 * MIB
+
+
 def test_an_object_that_is_released_before_it_is_unmapped_keeps_nothing(agent) -> None:
     """Nor does its mapping hide a later one at the same addresses."""
     agent.run(EXPORTS)

@@ -17,7 +17,7 @@ from tests.unit.governor_world import GIB, MetricsWorld
 WAIT_S = 20.0
 
 
-class Room:
+class DecidedRoom:
     """Takes the place of the parker: who waits for room waits until the test decides."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Room:
         self.waiting[number][2].set_exception(RefusedError("no room", hint="try again"))
 
 
-Scene = Callable[[MetricsWorld, Room, Container], Awaitable[None]]
+Scene = Callable[[MetricsWorld, DecidedRoom, Container], Awaitable[None]]
 
 
 def run(directory: Path, build_dir: Path, scene: Scene) -> None:
@@ -50,7 +50,7 @@ def run(directory: Path, build_dir: Path, scene: Scene) -> None:
 
     async def play() -> None:
         world = MetricsWorld(directory, build_dir / "libcontrol")
-        room = Room()
+        room = DecidedRoom()
         try:
             container = await world.admit("one")
             world.server.admissions.make_room = room.make
@@ -78,7 +78,7 @@ def amounts(quota: Quota) -> tuple[int, int]:
 
 
 def test_of_two_changes_at_once_none_is_lost(tmp_path: Path, build_dir: Path) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
         second = change(world, compute=20)
@@ -91,7 +91,7 @@ def test_of_two_changes_at_once_none_is_lost(tmp_path: Path, build_dir: Path) ->
 
 
 def test_a_change_that_fails_leaves_a_later_one_alone(tmp_path: Path, build_dir: Path) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
         second = change(world, compute=20)
@@ -106,7 +106,7 @@ def test_a_change_that_fails_leaves_a_later_one_alone(tmp_path: Path, build_dir:
 
 
 def test_two_changes_that_grow_each_wait_for_their_room(tmp_path: Path, build_dir: Path) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first, second = change(world, memory=8 * GIB), change(world, memory=12 * GIB)
         await room.until_waiting()
         room.give()
@@ -122,7 +122,7 @@ def test_two_changes_that_grow_each_wait_for_their_room(tmp_path: Path, build_di
 def test_while_a_change_waits_others_get_neither_quota(tmp_path: Path, build_dir: Path) -> None:
     """A change to more memory and less time that fails finds the time that it had."""
 
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB, compute=10)
         await room.until_waiting()
         for memory, compute in (("1Gi", "61"), ("4Gi", "60")):
@@ -145,7 +145,7 @@ async def give_room(_container: Container, _more: int) -> None:
 def test_a_gpu_that_is_lost_meanwhile_does_not_hide_the_refusal(
     tmp_path: Path, build_dir: Path
 ) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
         [device] = container.devices
@@ -161,7 +161,7 @@ def test_a_gpu_that_is_lost_meanwhile_does_not_hide_the_refusal(
 def test_a_container_that_ends_while_its_change_waits_is_not_stored_again(
     tmp_path: Path, build_dir: Path
 ) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
         world.server.admissions.end(container, "test")
@@ -187,7 +187,7 @@ async def admit_again(world: MetricsWorld) -> Container:
 def test_a_container_that_ends_while_it_waits_for_its_memory_is_refused(
     tmp_path: Path, build_dir: Path
 ) -> None:
-    async def scene(world: MetricsWorld, room: Room, container: Container) -> None:
+    async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         starting = asyncio.create_task(world.admit("two", "2Gi", "10"))
         await room.until_waiting()
         world.server.admissions.end(room.waiting[0][0], "test")

@@ -41,8 +41,6 @@ struct driver_cuda {
     CUresult (*cuEventCreate)(CUevent *event, unsigned int flags);
     CUresult (*cuEventRecord)(CUevent event, CUstream stream);
     CUresult (*cuEventQuery)(CUevent event);
-    CUresult (*cuEventSynchronize)(CUevent event);
-    CUresult (*cuEventDestroy)(CUevent event);
     CUresult (*cuEventElapsedTime)(float *ms, CUevent start, CUevent end);
     CUresult (*cuPointerGetAttribute)(void *data, unsigned int attribute, CUdeviceptr address);
     CUresult (*cuCtxFromGreenCtx)(CUcontext *ctx, CUgreenCtx green);

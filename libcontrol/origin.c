@@ -99,8 +99,6 @@ void origin_resolve(const struct control_hook *hooks)
     FIND(cuEventCreate, "cuEventCreate");
     FIND(cuEventRecord, "cuEventRecord");
     FIND(cuEventQuery, "cuEventQuery");
-    FIND(cuEventSynchronize, "cuEventSynchronize");
-    FIND(cuEventDestroy, "cuEventDestroy_v2");
     FIND(cuEventElapsedTime, "cuEventElapsedTime");
     FIND(cuPointerGetAttribute, "cuPointerGetAttribute");
     FIND(cuCtxFromGreenCtx, "cuCtxFromGreenCtx");

@@ -26,8 +26,6 @@
 
 #define CU_MEMHOSTREGISTER_PORTABLE 1
 #define CU_STREAM_NON_BLOCKING      1
-#define CU_EVENT_BLOCKING_SYNC      1 /* a thread that waits sleeps */
-#define CU_EVENT_DISABLE_TIMING     2
 
 /*
  * Host memory for the contents of parked blocks. It is the governor's, so that it is not charged to
@@ -193,60 +191,15 @@ static void charge_as(uint64_t size, bool parked)
     account_hide(0, size, parked);
 }
 
-/* A block whose contents are being copied to the host, and an event that follows the copy. */
-struct leaving {
-    struct parking_block *block;
-    CUevent copied;
-};
-
-/* Begins to copy a block to the host. */
-static bool leave_begin(struct leaving *leaving, struct parking_block *block, CUstream stream)
+/* Copies a block to the host and releases its memory. */
+static bool block_out(struct parking_block *block, CUstream stream)
 {
     if (copy_block(block, true, stream) != CUDA_SUCCESS ||
-        driver->cuEventRecord(leaving->copied, stream) != CUDA_SUCCESS)
-        return false;
-    leaving->block = block;
-    return true;
-}
-
-/* Waits for the copy, and releases the block's memory. */
-static bool leave_end(struct leaving *leaving)
-{
-    struct parking_block *block = leaving->block;
-
-    leaving->block = NULL;
-    if (!block)
-        return true;
-    if (driver->cuEventSynchronize(leaving->copied) != CUDA_SUCCESS)
+        driver->cuStreamSynchronize(stream) != CUDA_SUCCESS)
         return false;
     parking_unmap(block);
     charge_as(block->size, true);
     return true;
-}
-
-/* Copies blocks to the host and releases their memory. While a block is copied, the one before it
- * is released, so that the copy engine always has work. */
-static bool leave_all(struct parking_block *blocks, size_t n, CUstream stream)
-{
-    struct leaving leaving[2] = {{0}};
-    bool left = true;
-    size_t turn = 0;
-
-    for (size_t i = 0; left && i < 2; i++)
-        left =
-            driver->cuEventCreate(&leaving[i].copied,
-                                  CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
-    for (size_t i = 0; left && i < n; i++) {
-        if (blocks[i].fixed)
-            continue;
-        left = leave_begin(&leaving[turn], &blocks[i], stream) && leave_end(&leaving[!turn]);
-        turn = !turn;
-    }
-    left = left && leave_end(&leaving[!turn]);
-    for (size_t i = 0; i < 2; i++)
-        if (leaving[i].copied)
-            driver->cuEventDestroy(leaving[i].copied);
-    return left;
 }
 
 /* How a move ended. */
@@ -280,21 +233,24 @@ static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t 
     return result;
 }
 
-/* Moves all blocks to the host. If one cannot be moved, those that were are moved back. */
+/* Moves all blocks to the host, one after the other. If one cannot be moved, those before it are
+ * moved back. */
 static enum moved blocks_out(CUstream stream)
 {
-    enum moved moved = MOVED_BACK;
+    enum moved moved = MOVED;
     struct parking_block *blocks;
-    size_t n;
+    size_t n, i;
 
     blocks = parking_blocks(&n);
-    if (leave_all(blocks, n, stream))
-        return MOVED;
-    for (size_t i = 0; i < n; i++)
+    for (i = 0; i < n && moved == MOVED; i++)
+        if (!blocks[i].fixed && !block_out(&blocks[i], stream))
+            moved = MOVED_BACK;
+    for (i = 0; moved != MOVED && i < n; i++)
         if (!blocks[i].handle &&
             block_in(&blocks[i], stream, os_now() + MOVE_ROOM_NS, false) != CUDA_SUCCESS)
             moved = MOVED_PART;
-    driver->cuStreamSynchronize(stream);
+    if (moved != MOVED)
+        driver->cuStreamSynchronize(stream);
     return moved;
 }
 

@@ -23,8 +23,8 @@ from governor.errors import ConfigError
 from vdriver.tree import Tree
 
 CHUNK, MOST = 64 << 10, 4 << 20
-"""Size of a read, and the largest number of reads of a file; containerd's configuration has 10 KiB.
-A file in /proc may return smaller pieces."""
+"""Size of a read, and from which a file is too large, in bytes; containerd's configuration has
+10 KiB."""
 TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
 SEARCH = (
     "/usr/local/sbin",

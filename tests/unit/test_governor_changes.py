@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class DecidedRoom:
-    """Takes the place of the parker: who waits for room waits until the test decides."""
+    """Takes the place of the parker: a container waits for room until the test decides."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Container, int, asyncio.Future[None]]] = []

@@ -117,7 +117,7 @@ static void on_signal(int number)
 static void check(int result, const char *call)
 {
     if (result) {
-        fprintf(stderr, "burner: %s answered %d\n", call, result);
+        fprintf(stderr, "burner: %s returned %d\n", call, result);
         exit(1);
     }
 }

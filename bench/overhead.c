@@ -76,7 +76,7 @@ static const char *against;
 static void check(int result, const char *call)
 {
     if (result) {
-        fprintf(stderr, "overhead: %s answered %d\n", call, result);
+        fprintf(stderr, "overhead: %s returned %d\n", call, result);
         exit(1);
     }
 }
@@ -370,7 +370,8 @@ int main(int argc, char **argv)
         }
     }
     if (*separator == '{') {
-        fprintf(stderr, "overhead: no measure was given; see the comment that begins overhead.c\n");
+        fprintf(stderr,
+                "overhead: no measure was given; see the comment at the top of overhead.c\n");
         return 64;
     }
     printf("}\n");

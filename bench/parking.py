@@ -1,4 +1,4 @@
-"""`python -m bench.parking`: several models on one GPU that has not enough memory for all.
+"""`python -m bench.parking`: several models on one GPU that does not have enough memory for all.
 
 Each container holds memory with known contents: blocks of the driver API, or the weights of a model
 in PyTorch (model.py and torch_model.py in examples/workloads/programs). The models are asked

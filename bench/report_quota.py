@@ -38,7 +38,7 @@ FORMS = {
     "copy": "copies",
     "graph": "CUDA graph",
 }
-IDLE_BY_ITSELF = ("tiny", "sync", "copy")
+LEAVE_GPU_IDLE = ("tiny", "sync", "copy")
 """Forms of work that leave the GPU idle at times, even with all of the GPU's time available."""
 
 DRAWN = ("elastic", "bursts-strict", "thirds")
@@ -79,7 +79,7 @@ def is_saturating(arm: Mapping[str, Any]) -> bool:
         or one["gap_us"]
         or one["limit"]
         or one.get("program")
-        or one.get("form") in IDLE_BY_ITSELF
+        or one.get("form") in LEAVE_GPU_IDLE
         for one in arm["tenants"]
     )
 

@@ -19,7 +19,7 @@ from governor.errors import ConfigError, TidegateError
 
 log = structlog.get_logger()
 
-KEPT = "the governor keeps the configuration that it has"
+KEPT = "the governor keeps its current configuration"
 
 
 class SettingsInForce:

@@ -210,10 +210,10 @@ class State:
     def _migrate(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version < 0:
-            raise _DamageError(f"it has version {version}")
+            raise _DamageError(f"the file has version {version}")
         if version > VERSION:
             raise _NewerError(
-                f"it has version {version}, but this governor knows {VERSION} at most"
+                f"the file has version {version}, but this governor knows {VERSION} at most"
             )
         (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if check != "ok":
@@ -490,7 +490,7 @@ class State:
             try:
                 return self._open(path)
             except (_DamageError, _NewerError) as again:
-                raise OSError(f"it stays damaged: {again}") from again
+                raise OSError(f"the new file is damaged as well: {again}") from again
         finally:
             self.containers, self.processes, self.claims = containers, processes, claims
             self._behind = True

@@ -332,7 +332,7 @@ async def find_names(server: Server) -> None:
                 )
                 container.engine_name = found.whole
             except Exception as e:  # the id is shown instead
-                log.exception("page-look-failed", container=container.identifier, error=repr(e))
+                log.exception("page-data-failed", container=container.identifier, error=repr(e))
                 container.engine_name = ""
         await asyncio.sleep(1)
 
@@ -345,7 +345,7 @@ async def keep(server: Server, history: History) -> None:
             for who, use in uses_of(container):
                 history.part(who, use)
         except Exception as e:  # must not prevent the container's cleanup
-            log.exception("page-look-failed", container=container.identifier, error=repr(e))
+            log.exception("page-data-failed", container=container.identifier, error=repr(e))
 
     server.admissions.on_end = part
     while True:
@@ -356,7 +356,7 @@ async def keep(server: Server, history: History) -> None:
                 time.monotonic_ns(), [use for container in containers for use in uses_of(container)]
             )
         except Exception as e:  # a failure to show something must not end the governor
-            log.exception("page-look-failed", error=repr(e))
+            log.exception("page-data-failed", error=repr(e))
             await asyncio.sleep(STEP_S)
 
 

@@ -21,8 +21,8 @@
 
 enum pages_answer {
     PAGES_JOINED,
-    PAGES_NOBODY,  /* the governor does not answer */
-    PAGES_REFUSED, /* the governor answers, and refuses this process */
+    PAGES_NO_GOVERNOR, /* the governor does not answer */
+    PAGES_REFUSED,     /* the governor answers, and refuses this process */
 };
 
 static struct os_lock start_lock;
@@ -90,14 +90,14 @@ static enum pages_answer pages_join(void)
 {
     struct ledger_header *mapped;
     struct ledger_slot *slot;
-    enum pages_answer answer = PAGES_NOBODY;
+    enum pages_answer answer = PAGES_NO_GOVERNOR;
     struct timeval patience = {5, 0}; /* connect() blocks if the backlog is full */
     uint32_t index = 0;
     int ledger_fd = -1;
     int fd = pages_socket(0);
 
     if (fd < 0)
-        return PAGES_NOBODY;
+        return PAGES_NO_GOVERNOR;
     os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     if (pages_connect(fd) < 0)
         goto fail;
@@ -141,7 +141,7 @@ static enum pages_answer pages_join_patiently(void)
         enum pages_answer answer = pages_join();
         uint64_t heartbeat;
 
-        if (answer != PAGES_NOBODY)
+        if (answer != PAGES_NO_GOVERNOR)
             return answer;
         os_sleep(PAGES_TRY_NS);
         heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
@@ -167,7 +167,7 @@ static bool pages_keep_own_ledger(void)
     pages_now.alone = true;
     pages_note_own_ledger();
     atomic_store_release(&pages_now.slot, slot);
-    control_log("the governor does not answer; this process enforces its quota by itself");
+    control_log("the governor does not answer; this process enforces its quota without it");
     return true;
 }
 
@@ -233,7 +233,7 @@ bool pages_start(void)
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join_patiently();
             /* Only a process that starts while the governor is away keeps its own ledger. */
-            if (answer == PAGES_NOBODY && !gate_lost(os_now())) {
+            if (answer == PAGES_NO_GOVERNOR && !gate_lost(os_now())) {
                 control_log(
                     "the governor is running, but this process cannot reach it at " PAGES_DIRECTORY
                     "/governor.sock");
@@ -243,7 +243,7 @@ bool pages_start(void)
                             "container's control group (as with nsenter), 64 of this container's "
                             "processes use the GPU already, or it cannot be watched; see the "
                             "governor's log");
-            if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_ledger()))
+            if (answer == PAGES_JOINED || (answer == PAGES_NO_GOVERNOR && pages_keep_own_ledger()))
                 atomic_store_release(&pages_started, 1);
             else
                 atomic_store_release(&pages_started, 2);

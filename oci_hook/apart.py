@@ -139,7 +139,8 @@ def _lost(message: str) -> "MountError":
     from oci_hook.errors import MountError
 
     return MountError(
-        message, hint="see the kernel's log for what ran out, and start the container again"
+        message,
+        hint="see the kernel's log for the exhausted resource, and start the container again",
     )
 
 

@@ -307,7 +307,7 @@ CUresult vmm_unreserve(uintptr_t base, size_t size);
 CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle);
 CUresult vmm_unmap(uintptr_t base, size_t size);
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted);
-void vmm_forget(bool owner);
+void vmm_forget(bool owns_mappings);
 
 /* graphmem.c */
 struct graph_memory;

@@ -461,8 +461,8 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
     return CUDA_SUCCESS;
 }
 
-/** vmm_forget() - end all handles; `owner` is false if the address space belongs to the parent */
-void vmm_forget(bool owner)
+/** vmm_forget() - end all handles; `owns_mappings` is false if the address space is the parent's */
+void vmm_forget(bool owns_mappings)
 {
     while (backings) {
         struct backing *backing = backings;
@@ -476,7 +476,7 @@ void vmm_forget(bool owner)
         struct reservation *reservation = reservations;
 
         reservations = reservation->next;
-        if (owner)
+        if (owns_mappings)
             munmap((void *)reservation->base, reservation->size);
         free(reservation);
     }

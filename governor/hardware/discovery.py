@@ -26,10 +26,10 @@ from typing import NamedTuple
 from governor.hardware import calls
 from governor.hardware.driver import DriverClient
 
-N_CLIENTS_LOOKED_AT = 4096
+MAX_CLIENTS_PROBED = 4096
 """Number of newest clients that an ordinary search probes. Older ones were found when they were
 new, except those of processes that started before the governor."""
-N_FILES_LOOKED_AT = 4096
+MAX_FILES_EXAMINED = 4096
 """Largest number of a process's descriptors that are examined. If the process uses the GPU through
 other descriptors, the trace shows the process."""
 GAP = 512
@@ -111,7 +111,7 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
     wanted = os.stat(device).st_rdev  # noqa: PTH116
     found = []
     try:
-        for entry in itertools.islice(os.scandir(proc / str(pid) / "fd"), N_FILES_LOOKED_AT):
+        for entry in itertools.islice(os.scandir(proc / str(pid) / "fd"), MAX_FILES_EXAMINED):
             try:
                 if os.stat(entry.path).st_rdev == wanted:  # noqa: PTH116
                     found.append(int(entry.name))
@@ -122,7 +122,7 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
     return sorted(found)
 
 
-def live_clients(driver: DriverClient, n: int = N_CLIENTS_LOOKED_AT) -> list[int]:
+def live_clients(driver: DriverClient, n: int = MAX_CLIENTS_PROBED) -> list[int]:
     """Return which of the last `n` client handles exist, newest first, without that of `driver`.
 
     `driver` must be newer than the clients that are searched for: the search begins at its handle.

@@ -224,7 +224,7 @@ class Finder:
                 # What one process does to its descriptors must not stop the search of others.
                 if not self._has_warned:
                     self._has_warned = True
-                    log.warning("process-not-looked-at", pid=process.pid, error=str(e))
+                    log.warning("process-search-failed", pid=process.pid, error=str(e))
         ended = time.monotonic()
         key = (process.tenant, process.pid)
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from governor.hardware import calls
 from governor.hardware.activity import Full
 from governor.hardware.discovery import (
-    N_CLIENTS_LOOKED_AT,
+    MAX_CLIENTS_PROBED,
     ChannelGroup,
     Holding,
     answers,
@@ -36,7 +36,7 @@ MIN_SLICE_US = 100
 """Shortest time slice that is set, in microseconds: a context switch takes 80 us."""
 N_OVERLAP = 64
 """Number of handles that two consecutive searches both probe."""
-N_CLIENTS_KEPT = N_CLIENTS_LOOKED_AT // 2
+MAX_CLIENTS_KEPT = MAX_CLIENTS_PROBED // 2
 """Number of known clients that an ordinary search probes again."""
 SLICE_UNIT = 1024
 """Length in nanoseconds of what the driver counts as a microsecond of a time slice: one of 24,920
@@ -146,15 +146,15 @@ class NvidiaHardware:
         n_new = (probe.client - self._searched) % calls.N_CLIENTS + N_OVERLAP
         if thorough:
             found = live_clients(probe, calls.N_CLIENTS)
-        elif not self._searched or n_new >= N_CLIENTS_LOOKED_AT:
-            found = live_clients(probe, N_CLIENTS_LOOKED_AT)
+        elif not self._searched or n_new >= MAX_CLIENTS_PROBED:
+            found = live_clients(probe, MAX_CLIENTS_PROBED)
         else:
             found = live_clients(probe, n_new)
             found += [one for one in self._clients if probe.exists(one, one)]
         found = [one for one in dict.fromkeys(found) if one != self._driver.client]
         self._searched = probe.client
         # This bounds the calls of an ordinary search, however many clients exist.
-        self._clients = found[:N_CLIENTS_KEPT]
+        self._clients = found[:MAX_CLIENTS_KEPT]
         return found
 
     def switch(self, held: Sequence[ClientHolding], *, on: bool) -> None:

@@ -162,7 +162,7 @@ def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
         shown = "no version, which is 1" if number is None else f"version {number!r}"
         raise SetupError(
             f"{root.shown(path)} has {shown}; 2, 3 and 4 are understood",
-            hint="let `containerd config migrate` print it anew; "
+            hint="let `containerd config migrate` print it in a newer version; "
             "a file that only disables CRI is Docker's: see tidegate setup docker",
         )
     files = _with_imports(root, path, main)

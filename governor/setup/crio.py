@@ -74,7 +74,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
         _name_runtime(root, journal, config.text("runtime_root", HANDLER), real, result)
     result.look_at_wrapper(root, options)
     if search("crio", root.runs) is None:
-        result.notes.append("CRI-O is not installed: nothing has checked what it makes of this")
+        result.notes.append("CRI-O is not installed: the new files are unchecked")
     result.todo = [
         "systemctl restart crio    # containers keep running",
         "tidegate setup crio --runtime-class | kubectl apply -f -    # once per cluster",
@@ -138,7 +138,8 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
             if isinstance(hook, str) and hook.endswith("/tidegate-hook"):
                 raise SetupError(
                     f"CRI-O reads {file.path}, which already adds the hook to every container",
-                    hint="remove it, or take its directory out of hooks_dir: the handler does it",
+                    hint="remove it, or take its directory out of hooks_dir: the handler adds the"
+                    " hook",
                 )
             if stages := crio_config.unknown_stages(document):
                 raise SetupError(

@@ -285,11 +285,11 @@ def explain(e: OSError, path: str) -> SetupError:
     elif e.errno == errno.EROFS:
         hint = "make the change where this system is configured: its files are read-only here"
     elif e.errno == errno.EBUSY:
-        hint = "it is a mount of its own: edit it where it comes from"
+        hint = "it is a mount point: edit the file that is mounted there"
     elif e.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "make room, and run it again"
     else:
-        hint = "see what is in its place"
+        hint = "check what exists at that path"
     return SetupError(f"{path}: {e.strerror or e}", hint=hint)
 
 

@@ -158,7 +158,7 @@ def output(root: Root, *command: str) -> str | None:
             timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise SetupError(f"{' '.join(command)}: {e}", hint="see what is wrong with it") from e
+        raise SetupError(f"{' '.join(command)}: {e}", hint="run it by hand to see the error") from e
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2][-500:]
         raise SetupError(

@@ -36,7 +36,9 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
     except view.ViewError as e:
         return [f"`{said}` could not check the new files: no private view of them ({e})"]
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise SetupError(f"{said}: {e}", hint="nothing was changed; see what is wrong") from e
+        raise SetupError(
+            f"{said}: {e}", hint="nothing was changed; fix the cause and try again"
+        ) from e
     if done.returncode and any(word in done.stderr for word in validation.unsupported):
         return [f"this {validation.command[0]} does not know `{said}`: the new files are unchecked"]
     if done.returncode:

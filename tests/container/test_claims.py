@@ -512,7 +512,7 @@ def test_a_claim_of_another_namespace_is_refused(node: BenchNode) -> None:
     assert "claim others/name-theirs is not in this container's namespace 'default'" in line
 
 
-def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
+def test_a_shared_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
     announce(node, "mine", share("gpu"))
 
     def shared(config: dict[str, Any]) -> None:

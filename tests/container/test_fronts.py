@@ -98,7 +98,7 @@ UNSERVED = pytest.mark.parametrize("why", ["musl", "no mirror"])
 
 
 @UNSERVED
-def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
+def test_optional_without_a_driver_gets_no_gpu_from_the_wrapper(
     node: HookNode, wrapped: WrappedRuntime, dev: Path, why: str
 ) -> None:
     """Such a node has no governor either, so the wrapper must not need one."""
@@ -116,7 +116,7 @@ def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
 
 
 @UNSERVED
-def test_optional_without_a_driver_is_without_a_gpu_by_precreate(
+def test_optional_without_a_driver_gets_no_gpu_from_precreate(
     node: HookNode, dev: Path, runtime: Runtime, why: str
 ) -> None:
     bundle = plain(node, "", annotations=OPTIONAL)
@@ -203,9 +203,7 @@ def test_an_image_that_changes_after_it_was_examined_gets_no_ungoverned_gpu(
     assert_refused(node, wrapped.run(bundle), "no glibc")
 
 
-def test_a_stale_mirror_ends_the_start_at_the_wrapper(
-    node: HookNode, wrapped: WrappedRuntime
-) -> None:
+def test_a_stale_mirror_is_refused_by_the_wrapper(node: HookNode, wrapped: WrappedRuntime) -> None:
     (node.base / "module-version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.2.3  Tue Jan 1 00:00:00 UTC 2030\n"
     )

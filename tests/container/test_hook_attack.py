@@ -356,7 +356,9 @@ def test_a_shared_mount_is_refused(node: HookNode) -> None:
         assert held.all_mounts() == before
 
 
-def test_a_volume_that_the_image_leads_to_gets_no_files(node: HookNode, victim: Path) -> None:
+def test_a_volume_that_links_of_the_image_lead_to_gets_no_files(
+    node: HookNode, victim: Path
+) -> None:
     """R3: nothing is created in a host directory that is mounted into the container, wherever links lead."""
     for place in ("run", LIBDIR + "/glibc-hwcaps", "usr/bin"):
         bundle = node.bundle("true", name="bundle-" + place.replace("/", "-"))
@@ -522,7 +524,7 @@ def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(
     assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
 
 
-def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: HookNode) -> None:
+def test_another_mount_at_the_path_of_the_root_is_refused(node: HookNode) -> None:
     bundle = node.bundle("true")
     with HeldContainer(bundle, mount='mount -t tmpfs none "$1"') as held:
         mounts = held.all_mounts()
@@ -535,7 +537,7 @@ def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: HookNo
 
 
 @pytest.mark.parametrize("is_above", [False, True])
-def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
+def test_a_root_replaced_by_a_link_before_the_hook_runs_is_refused(
     node: HookNode, tmp_path: Path, *, is_above: bool
 ) -> None:
     """In both namespaces the link leads to the same directory of the host, which no runtime has

@@ -375,7 +375,7 @@ def test_containers_and_processes_end_and_start_while_the_governor_is_away(node:
     wait_for(lambda: progress.exists() and progress.stat().st_size > 100 * RECORD.size, "its work")
     os.kill(pid, signal.SIGTERM)
     assert inside.wait(WAIT_S) == 0, read_log()
-    assert "enforces its quota by itself" not in read_log()
+    assert "enforces its quota without it" not in read_log()
     assert last_json(read_log())["units"] > 100
     wait_for(lambda: known(node)[stays.identifier]["processes"] == first, "the others to be gone")
     wait_for(
@@ -516,7 +516,7 @@ def test_a_process_started_long_after_the_governor_was_killed_is_taken_over(
     assert alone.wait(WAIT_S) == 0
     log = (container.out / "alone.log").read_text()
     assert last_json(log)["units"] > 100
-    assert "this process enforces its quota by itself" in log
+    assert "this process enforces its quota without it" in log
     assert "the governor is back" in log
     wait_for(
         lambda: pid not in known(node)[container.identifier]["processes"], "the end of the process"

@@ -92,7 +92,7 @@ def test_an_idle_container_gets_no_time(node: BenchNode) -> None:
     idle = start_worker(node, "idle", compute="60")
     busy = start_worker(node, "busy", compute="40")
     begin(busy)
-    wait_for((idle.out / "begin.ready").exists, "the one that waits to be told")
+    wait_for((idle.out / "begin.ready").exists, "the idle container to be ready")
     time.sleep(2.5)
     seen = devices(node)
     assert seen["idle"]["delivered"] < 5

@@ -270,7 +270,7 @@ def test_each_of_two_gpus_has_a_memory_quota(node: BenchNode) -> None:
         return [device["memory_used"] for device in seen(node, container)]
 
     assert max(held()) <= 2 * GIB
-    wait_for(lambda: held() == [2 * GIB] * 2, "the books to know")
+    wait_for(lambda: held() == [2 * GIB] * 2, "the governor to account for the memory")
     shown = finish(node, container)
     assert len(shown) == 2
     for device in shown:
@@ -304,7 +304,7 @@ def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: Be
     assert indices(node, container) == [3, 0]
     wait_for(
         lambda: [d["memory_used"] for d in seen(node, container)] == [0, 2 * GIB],
-        "the books to know",
+        "the governor to account for the memory",
     )
     [device] = finish(node, container)
     assert device["total"] == 2 * GIB

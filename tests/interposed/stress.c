@@ -131,7 +131,7 @@ static bool end(struct worker *w, const char *call, CUresult result)
         return true;
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
         return false;
-    fprintf(stderr, "stress: %s answered %d\n", call, (int)result);
+    fprintf(stderr, "stress: %s returned %d\n", call, (int)result);
     _exit(1);
 }
 

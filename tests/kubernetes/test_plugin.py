@@ -48,7 +48,7 @@ from tests.conftest import examples
 A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
 
-class BookingGovernor:
+class AllocatingGovernor:
     """A governor that allocates what is requested, up to the capacity of a GPU."""
 
     def __init__(self, gib: int = 16) -> None:
@@ -124,7 +124,7 @@ class CallingKubelet:
 
 @pytest.fixture
 def node(tmp_path: Path):
-    governor = BookingGovernor()
+    governor = AllocatingGovernor()
     allocations = Allocations(
         governor, Directory(tmp_path / "cdi"), UnitPolicy(), hook="/usr/bin/tidegate-hook"
     )
@@ -291,7 +291,7 @@ def test_a_missing_kubelet_is_reported_but_not_every_second(
     """First the kubelet's directory is missing, then its socket, as with another --root-dir."""
     clock = [100.0]
     monkeypatch.setattr("kube.plugin.time.monotonic", lambda: clock[0])
-    governor = BookingGovernor()
+    governor = AllocatingGovernor()
     allocations = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     loop = PluginLoop(governor, allocations, DevicePlugin(allocations), tmp_path)
     with capture_logs() as logs:

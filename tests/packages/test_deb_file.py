@@ -79,7 +79,7 @@ def test_dependencies_are_declared_and_no_library_is_provided(deb: Path, tmp_pat
     assert "ldconfig" not in "".join(p.read_text() for p in control.iterdir())
 
 
-def test_its_files_are_those_of_make_install(deb: Path) -> None:
+def test_the_files_of_the_package_are_those_of_make_install(deb: Path) -> None:
     found = listing(deb)
     trees = tuple(f"/usr/share/doc/tidegate/{tree}/" for tree in DOCUMENT_TREES)
     own = [

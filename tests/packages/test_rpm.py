@@ -62,7 +62,7 @@ def scriptlets(rpm: Path) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_its_files_are_those_of_make_install(fedora: Path) -> None:
+def test_the_files_of_the_package_are_those_of_make_install(fedora: Path) -> None:
     others = (
         "/usr/lib/tidegate/python", "/usr/share/tidegate", "/usr/share/man/", "/usr/share/zsh/",
         "/usr/share/bash-completion/", "/usr/share/fish/", "/usr/share/doc/", "/usr/share/licenses/",

@@ -120,7 +120,7 @@ class DocumentRun:
             )
             self.peak = int(told)
 
-    def must_be_polite(self) -> None:
+    def check_result(self) -> None:
         """Check for a documented status and one line with the reason, without a traceback or an internal error."""
         said = self.stderr.decode()
         assert self.status in (0, 64, 65, 66, 69, 71, 72, 75, 77), (self.status, said)
@@ -154,7 +154,7 @@ def test_a_hook_that_is_given_any_state_ends_with_a_status_and_one_line(
             b'"pid": 42', f'"pid": {NOBODY}'.encode()
         )
         ran = DocumentRun("tidegate-hook", [*options, "--governed", "createRuntime"], data)
-        ran.must_be_polite()
+        ran.check_result()
         assert ran.status, data
 
 
@@ -166,9 +166,9 @@ def test_a_hook_that_is_given_any_config_ends_with_a_status_and_one_line(
         (tmp_path / "config.json").write_bytes(data)
         DocumentRun(
             "tidegate-hook", [*options, "createRuntime"], json.dumps(state).encode()
-        ).must_be_polite()
+        ).check_result()
         ran = DocumentRun("tidegate-hook", [*options, "precreate"], data)
-        ran.must_be_polite()
+        ran.check_result()
         assert ran.status in (0, 66, 64), ran.stderr
         assert ran.status or ran.stdout or not data
 
@@ -210,5 +210,5 @@ def test_the_largest_documents_take_bounded_memory(
         DocumentRun("tidegate-hook", [*options, "createRuntime"], state),
         DocumentRun("tidegate-hook", [*options, "precreate"], data),
     ):
-        ran.must_be_polite()
+        ran.check_result()
         assert ran.peak < MOST, f"{ran.peak // MIB} MiB"

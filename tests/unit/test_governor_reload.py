@@ -231,7 +231,7 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
             out, error = capsys.readouterr()
             assert out == ""
             assert error.startswith(f"tidegate: {node_file}: "), error
-            assert ": the governor keeps the configuration that it has; " in error
+            assert ": the governor keeps its current configuration; " in error
             assert error.count("\n") == 1
             assert cli.main(["reload", "--dry-run", *runtime]) == 78
             assert capsys.readouterr().err.startswith(f"tidegate: {node_file}: ")

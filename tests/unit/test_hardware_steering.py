@@ -366,7 +366,7 @@ def test_a_search_probes_only_new_and_known_clients(node):
 
 
 def test_many_clients_do_not_make_each_search_longer(node, monkeypatch):
-    monkeypatch.setattr("governor.hardware.nvidia.N_CLIENTS_KEPT", 10)
+    monkeypatch.setattr("governor.hardware.nvidia.MAX_CLIENTS_KEPT", 10)
     assert node.hardware.find(1001, -1)
     for _ in range(3):
         for fd in range(700, 720):

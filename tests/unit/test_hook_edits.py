@@ -205,7 +205,7 @@ GO, GETOPT = False, True
         (GETOPT, "run --no-piv -b /b id", "/b"),
     ],
 )
-def test_command_lines_as_the_runtime_reads_them(
+def test_command_lines_are_parsed_as_by_each_runtime(
     *, like_crun: bool, arguments: str, bundle: str
 ) -> None:
     """tests/container/test_fronts.py runs each real runtime with these command lines."""

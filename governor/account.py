@@ -13,7 +13,7 @@ from socket import socket
 from typing import Any
 
 from governor.arbiter import Stats
-from governor.counters import LENT_NS, Counters, GpuTime, Rates
+from governor.counters import LENT_NS, RATE_NS, Counters, GpuTime, Rates
 from governor.members import Member
 from governor.quota import Device, Quota
 from governor.scheduled import Scheduled
@@ -110,6 +110,7 @@ class Account:
         self._context_memory = context_memory
         self._meters: list[Meter[RegisteredProcess]] = [Meter() for _ in devices]
         self._measured_ns = [0] * len(devices)
+        self._rated_ns = [0] * len(devices)
         self._published_ns = [0] * len(devices)
         self._counted_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
@@ -369,7 +370,9 @@ class Account:
             by_pid = sampled_percent(sample.samples, pids)
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
         stats = self._gpus.stats(device)
-        self._rate(device, stats)
+        if now_ns - self._rated_ns[device] >= RATE_NS // 4:
+            self._rated_ns[device] = now_ns
+            self._rate(device, stats)
         held_ns = int(stats.held_ns)
         busy = {process: charge.busy_ns for process, charge in charges.items()}
         parts = self._meters[device].update(now_ns, busy, held_ns, sampled)

@@ -83,6 +83,7 @@ class _Device:
     told: tuple[int, int, int] = (0, 0, 0)
     passing_ns: int = 0
     """Upper bound of the time that copies and fills without a grant have taken so far."""
+    is_idle: bool = False
 
 
 @dataclass
@@ -146,12 +147,16 @@ class Auditor:
     # Sampling
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether a GPU's utilisation samples are needed: a container had memory on it."""
+        """Return whether a GPU's utilisation samples are needed.
+
+        That is so if a container that has memory on it was idle at the last audit. The samples
+        reach back far enough to show what has worked since then.
+        """
         return any(
-            container.findings.seen[i]
-            for container in self._containers.values()
-            for i, own in enumerate(container.devices)
-            if own.uuid == device.uuid
+            watched.container.findings.seen[i] and watched.devices[device.uuid].is_idle
+            for watched in self._watched.values()
+            for i, own in enumerate(watched.container.devices)
+            if own.uuid == device.uuid and device.uuid in watched.devices
         )
 
     def audit(
@@ -298,6 +303,7 @@ class Auditor:
                 and not passing.pending
             )
         before.told, before.passing_ns, before.looked_ns = told, passing_ns, now_ns
+        before.is_idle = idle
         return idle
 
     # Reporting

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from mmap import mmap
 from typing import Protocol
 
@@ -119,11 +119,10 @@ class _ProcessSums:
 
     def add_up(self, running: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
         """Return the sums with what the running processes have counted."""
-        now = self._past.copy()
-        for values in running:
-            now.update(values)
+        each = [self._past, *running]
         for name, highest in self._highest.items():
-            self._highest[name] = max(highest, min(now[name], MOST))
+            now = sum(values.get(name, 0) for values in each)
+            self._highest[name] = max(highest, min(now, MOST))
         return dict(self._highest)
 
 
@@ -156,11 +155,18 @@ class Counters:
         The current grant may turn out to have ended slightly before this reading.
         """
         new, old = gpu_time(stats, now_ns), self._time[device]
-        time = GpuTime(*(max(getattr(new, f.name), getattr(old, f.name)) for f in fields(GpuTime)))
+        charged_ns = max(new.charged_ns, old.charged_ns)
         lent = self._lent[device]
         if lent is None:
-            lent = self._lent[device] = _Lent(now_ns, time.charged_ns)
-        self._time[device] = replace(time, lent_ns=lent.update(now_ns, time.charged_ns, quota))
+            lent = self._lent[device] = _Lent(now_ns, charged_ns)
+        self._time[device] = GpuTime(
+            held_ns=max(new.held_ns, old.held_ns),
+            charged_ns=charged_ns,
+            lent_ns=lent.update(now_ns, charged_ns, quota),
+            handover_ns=max(new.handover_ns, old.handover_ns),
+            grants=max(new.grants, old.grants),
+            overdue=max(new.overdue, old.overdue),
+        )
         return self._time[device]
 
 

@@ -25,6 +25,7 @@ from governor.counters import Tally
 from governor.quota import Device
 from governor.residency import Whereabouts
 from governor.server import Server
+from governor.threads import show_name
 from governor.usage import SAMPLE_NS, WINDOW_NS, Charge
 from vdriver.errors import VdriverError
 from vdriver.nvml import ProcessMemory, ProcessUse
@@ -209,7 +210,7 @@ async def reconcile(
     passed to `auditor`.
     """
     watches = [_Watch(device) for device in devices]
-    with ThreadPoolExecutor(1, "nvml") as executor:
+    with ThreadPoolExecutor(1, "tidegate-nvml", initializer=show_name) as executor:
 
         async def sample(watch: _Watch) -> None:
             watch.last_ns = time.monotonic_ns()

@@ -316,14 +316,25 @@ def test_a_container_that_holds_or_reports_is_not_accused_of_work(
         assert (logs[0]["found"], logs[0]["allowed"], logs[0]["pid"]) == ("99 %", "0 %", 1)
 
 
-def test_utilisation_is_sampled_where_a_container_has_memory(
+def test_utilisation_is_sampled_where_an_idle_container_has_memory(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world()
     one = made.add("one")
-    assert not made.auditor.wants_samples(DEVICE)
-    one.findings.seen[0] = 1
-    assert made.auditor.wants_samples(DEVICE)
+    one.registered = {1}
+    wanted = []
+
+    async def scene() -> None:
+        for grants, memory in ((0, 0), (1, 5), (1, 5), (2, 5), (2, 0)):
+            wanted.append(made.auditor.wants_samples(DEVICE))
+            one.now.grants = grants
+            made.look(ProcessMemory(1, memory))
+            await asyncio.sleep(0.25)
+        wanted.append(made.auditor.wants_samples(DEVICE))
+
+    made.play(scene())
+    # It was first idle, with memory, at the third sample.
+    assert wanted == [False, False, False, True, False, False]
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
 
 

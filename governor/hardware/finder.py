@@ -3,7 +3,7 @@
 A search takes 7 ms, and longer if a process has many open files, so neither the steering thread nor
 the event loop may wait for it. Whatever a container does, searches must take only a small part of
 one core. Therefore a process is not searched again for a multiple of the time that its last search
-took. All searches of a container are limited in the same way, except for a short burst, as when its
+cost. All searches of a container are limited in the same way, except for a short burst, as when its
 processes start. Containers with less search time come first. A process is searched when it reports
 that its number of contexts has changed, which may be untrue, and when the GPU's trace shows it
 although none of its channels is known, which is reliable.
@@ -24,6 +24,11 @@ from governor.threads import show_name
 
 POLL_S = 0.02
 """Interval at which the context counts that processes report are read, in seconds."""
+QUIET_S = 0.2
+"""The same while no process is new and no search is due. A process that then creates its first
+context and works appears in the GPU's trace as well, and is searched then."""
+NEW_S = 5.0
+"""Time after its registration in which a process is new: most create a context within it."""
 RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
@@ -31,10 +36,14 @@ CLOSE_S = 5.0
 """How long a governor that is shutting down waits for a search, in seconds; then the search is
 abandoned."""
 COST = 20
-"""Time for which a process is not searched again, as a multiple of the last search's duration."""
+"""Time for which a process is not searched again, as a multiple of the last search's cost."""
+WAITING = 0.1
+"""Fraction of a search's duration that its cost includes, in addition to the processor time. Most
+of a long search is a wait for locks of the driver, as while many processes create contexts; but it
+delays the searches of others."""
 BURST_S = 0.2
-"""Time that a burst of searches in one container may take, in seconds; after it, searches take at
-most 1/COST of the time."""
+"""Cost of a burst of searches in one container, in seconds; after it, searches cost at most 1/COST
+of the time."""
 
 log = structlog.get_logger("tidegate")
 
@@ -70,7 +79,7 @@ class _Process:
 
 
 class _Account:
-    """Time that searches of a container took, less the part paid off by waiting."""
+    """Cost of the searches of a container, less the part paid off by waiting."""
 
     def __init__(self) -> None:
         self._debt, self._at = 0.0, 0.0
@@ -79,8 +88,8 @@ class _Account:
     def debt(self, now: float) -> float:
         return max(0.0, self._debt - (now - self._at) / COST)
 
-    def charge(self, took: float, now: float) -> None:
-        self._debt, self._at = self.debt(now) + took, now
+    def charge(self, cost: float, now: float) -> None:
+        self._debt, self._at = self.debt(now) + cost, now
 
     def may(self, now: float, *, thorough: bool) -> bool:
         return now >= self.thorough_at if thorough else self.debt(now) < BURST_S
@@ -100,6 +109,9 @@ class Finder:
         self._processes: dict[tuple[int, int], _Process] = {}
         self._active = threading.Event()
         self._ended = threading.Event()
+        self._wake = threading.Event()  # ends a long interval
+        self._is_quiet = False
+        self._new_until = 0.0
         self._thread = threading.Thread(target=self._run, name="tidegate-find", daemon=True)
         self._thread.start()
 
@@ -110,7 +122,9 @@ class Finder:
                 process.forget()
             self._next_searches.clear()
             self._accounts.clear()
+            self._new_until = time.monotonic() + NEW_S
         self._active.set()
+        self._wake.set()
 
     def stop(self) -> None:
         """Make no more searches until the next `start`."""
@@ -131,6 +145,8 @@ class Finder:
                 process.next_at = self._next_searches.pop((tenant, pid), 0.0)
                 self._processes[tenant, pid] = process
             process.slots[slot] = contexts
+            self._new_until = time.monotonic() + NEW_S
+        self._wake.set()
 
     def leave(self, tenant: int, slot: int) -> int | None:
         """Forget a slot; return its process if it has no other. `contexts` is not called again."""
@@ -156,11 +172,13 @@ class Finder:
             for process in self._processes.values():
                 if process.pid in pids:
                     process.is_seen = True
+        self._wake.set()
 
     def close(self) -> None:
         """Stop the thread, after the search that is under way."""
         self._ended.set()
         self._active.set()
+        self._wake.set()
         self._thread.join(CLOSE_S)
         with self._lock:
             for process in list(self._processes.values()):
@@ -178,6 +196,9 @@ class Finder:
         show_name()
         while not self._ended.is_set():
             self._active.wait()  # a GPU may never be steered
+            if self._is_quiet:
+                self._wake.wait(QUIET_S - POLL_S)
+            self._wake.clear()
             self._ended.wait(POLL_S)
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
                 process, pidfd, n, thorough = due
@@ -190,12 +211,15 @@ class Finder:
         """Return the process to search next, with a descriptor of it; None if none is due."""
         with self._lock:
             due = []
+            self._is_quiet = now >= self._new_until
             for process in self._processes.values() if self._active.is_set() else ():
                 if now < process.next_at:
+                    self._is_quiet = False
                     continue
                 n = process.n_contexts()
                 if n == process.n_known and not process.is_seen:
                     continue
+                self._is_quiet = False
                 thorough = process.is_seen and process.n_misses > 1
                 account = self._account(process.tenant)
                 if account.may(now, thorough=thorough):
@@ -213,7 +237,7 @@ class Finder:
         return self._accounts.setdefault(tenant, _Account())
 
     def _search(self, process: _Process, pidfd: int, n: int, *, thorough: bool) -> None:
-        began = time.monotonic()
+        began, processor_began = time.monotonic(), time.thread_time()
         held: Sequence[Any] = ()
         is_wanted = bool(n) or process.is_seen
         process.is_seen = False  # the next steering step sets it again
@@ -226,13 +250,14 @@ class Finder:
                     self._has_warned = True
                     log.warning("process-search-failed", pid=process.pid, error=str(e))
         ended = time.monotonic()
+        cost = time.thread_time() - processor_began + WAITING * (ended - began)
         key = (process.tenant, process.pid)
         with self._lock:
             account = self._accounts.get(process.tenant, _Account())  # it may have been removed
             if thorough:
-                account.thorough_at = ended + COST * (ended - began)
+                account.thorough_at = ended + COST * cost
             else:
-                account.charge(ended - began, ended)
+                account.charge(cost, ended)
             # The process may have registered again in the meantime, or may have left and come back.
             now = self._processes.get(key, process)
             if held or not is_wanted:
@@ -240,7 +265,7 @@ class Finder:
             else:
                 now.n_misses = process.n_misses + 1
             pause = RETRY_S[min(now.n_misses, len(RETRY_S)) - 1] if now.n_misses else POLL_S
-            now.next_at = ended + max(pause, COST * (ended - began))
+            now.next_at = ended + max(pause, COST * cost)
             if key not in self._processes:
                 self._next_searches[key] = now.next_at
             elif is_wanted:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from governor.hardware.driver import DriverCallError
-from governor.hardware.finder import BURST_S, COST, Finder
+from governor.hardware.finder import BURST_S, COST, NEW_S, Finder
 
 
 class FinderWorld:
@@ -19,7 +19,8 @@ class FinderWorld:
         self.has = {}
         self.looks = []
         self.told = []
-        self.takes_s = 0.0
+        self.takes_s = 0.0  # processor time of a search
+        self.waits_s = 0.0
         self.may_end = threading.Event()  # a search ends once it is set
         self.may_end.set()
         self.fails = None
@@ -27,7 +28,10 @@ class FinderWorld:
     def find(self, pid, pidfd, *, thorough):
         os.fstat(pidfd)
         self.looks.append((pid, thorough))
-        time.sleep(self.takes_s)
+        ends = time.thread_time() + self.takes_s
+        while time.thread_time() < ends:
+            pass
+        time.sleep(self.waits_s)
         self.may_end.wait(30)
         if self.fails:
             raise self.fails
@@ -97,6 +101,45 @@ def test_repeated_registration_does_not_cause_more_searches(world):
     assert 1 <= len(world.looks) <= 1 + 1.2 / (world.takes_s * COST)
 
 
+def test_a_search_that_waits_for_the_driver_hardly_postpones_the_next(world):
+    """Where only its duration counted, the next search would be COST times 0.5 s later."""
+    world.waits_s = 0.5
+    enter(world, 11)
+    wait_for(lambda: world.told)
+    world.finder.leave(1, 0)
+    world.has[11] = ["a context"]
+    enter(world, 11)
+    wait_for(lambda: world.told[-1].held, seconds=COST * world.waits_s * 0.8)
+
+
+def test_the_counts_are_read_less_often_once_no_process_is_new(world):
+    world.finder._ended.set()
+    world.finder._thread.join()  # from here on, the test takes its steps
+    says = [0]
+    now = time.monotonic()
+    enter(world, 11, lambda: says[0])
+    assert world.finder._next(now) is None
+    assert not world.finder._is_quiet
+    assert world.finder._next(now + 2 * NEW_S) is None
+    assert world.finder._is_quiet
+    says[0] = 1
+    process, pidfd, *_ = world.finder._next(now + 2 * NEW_S)
+    os.close(pidfd)
+    assert process.pid == 11
+    assert not world.finder._is_quiet
+
+
+def test_a_process_that_the_trace_shows_ends_a_long_interval(world, monkeypatch):
+    monkeypatch.setattr("governor.hardware.finder.NEW_S", 0.0)
+    monkeypatch.setattr("governor.hardware.finder.QUIET_S", 600.0)
+    enter(world, 11, lambda: 0)
+    time.sleep(0.3)  # by now the long interval has begun
+    world.has[11] = ["a context"]
+    world.finder.saw({11})
+    wait_for(lambda: world.told)
+    assert world.told[0].held == ["a context"]
+
+
 def test_a_search_that_ends_after_a_new_registration_is_used(world):
     world.takes_s = 0.1
     world.has[11] = ["a context"]
@@ -152,7 +195,7 @@ def test_a_container_that_causes_constant_searches_delays_no_other(world):
     assert world.looks.index((11, False)) <= n + 1  # after the search that was in progress
     time.sleep(1.0)
     took = len([pid for pid, _ in world.looks if pid != 11]) * world.takes_s
-    # A search takes a little longer than its sleep, so this is the upper bound.
+    # A search costs a little more than its processor time, so this is the upper bound.
     assert took <= BURST_S + world.takes_s + (time.monotonic() - begin) / COST
 
 

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -53,6 +53,10 @@ def _punch(fd: int, size: int) -> None:
     libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size)
 
 
+async def _no_wait() -> None:
+    pass
+
+
 @dataclass(eq=False)
 class _Arena:
     """The arena of one process; compared by identity, because slots and descriptors are reused."""
@@ -84,10 +88,13 @@ class Arenas:
         """Return how many bytes are ready for a process."""
         return self._arenas[slot].ready if slot in self._arenas else 0
 
-    async def grow(self, slot: int, size: int) -> None:
+    async def grow(
+        self, slot: int, size: int, turn: Callable[[], Awaitable[None]] = _no_wait
+    ) -> None:
         """Make at least `size` bytes ready, piece by piece in a thread; that may take a while.
 
-        Raise ArenaError if there is no memory. The process may end in the meantime.
+        `turn` is awaited before each piece. Raise ArenaError if there is no memory. The process may
+        end in the meantime.
         """
         arena = self._arenas.get(slot)
         if arena is None:
@@ -98,6 +105,7 @@ class Arenas:
             raise ArenaError(f"host memory cannot be reserved: {e.strerror}") from e
         try:
             while self._arenas.get(slot) is arena and arena.ready < size:
+                await turn()
                 missing = layout.ARENA_PIECE + SPARE - self._available()
                 if missing > 0:
                     raise ArenaError(f"{missing} bytes of memory are short on this node")

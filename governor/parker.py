@@ -91,6 +91,7 @@ class Parker:
         self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}
         self._growing: dict[Container, asyncio.Task[None]] = {}
+        self._lacks_memory: set[Container] = set()  # of these, those for which there was none
         self._more: dict[Container, int] = {}
         self._wanted = asyncio.Event()
 
@@ -313,9 +314,27 @@ class Parker:
         try:
             for slot, size in needed.items():
                 if parking is not None and not container.has_ended:
-                    await parking.arenas.grow(slot, size)
+                    await parking.arenas.grow(slot, size, lambda: self._turn(container))
         except ArenaError as e:
             log.warning("no-host-memory", container=container.identifier, error=str(e))
+            self._lacks_memory.add(container)
             await asyncio.sleep(LATE_NS / 1e9)
         finally:
+            self._lacks_memory.discard(container)
             del self._growing[container]
+
+    async def _turn(self, container: Container) -> None:
+        """Wait until no container that is to leave needs host memory more urgently.
+
+        The node clears memory at a few GiB per second, however many threads request it. While one
+        container has to leave, preparations for others would make all calls that wait for its room
+        wait longer.
+        """
+        while not self._is_leaving(container) and any(  # noqa: ASYNC110 - see step()
+            self._is_leaving(one) for one in self._growing.keys() - self._lacks_memory
+        ):
+            await asyncio.sleep(TICK_S)
+
+    def _is_leaving(self, container: Container) -> bool:
+        spot = self._spots.get(container)
+        return spot is not None and spot.place is Whereabouts.LEAVING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from governor.errors import RefusedError
 from governor.parker import AGAIN_NS, COME_NS, LATE_NS, LEAVE_NS, Parker
 from governor.parking import Parking, ParkingReport
 from governor.quota import Device, Quota
-from governor.residency import IDLE_NS, STAY_NS
+from governor.residency import IDLE_NS, STAY_NS, Whereabouts
 from libcontrol import layout, pages
 
 GIB = 1 << 30
@@ -35,10 +35,14 @@ class PlayedArenas:
     def __init__(self) -> None:
         self.grown: list[tuple[int, int]] = []
         self.error: str | None = None
+        self.may_grow = asyncio.Event()
+        self.may_grow.set()
 
-    async def grow(self, slot: int, size: int) -> None:
+    async def grow(self, slot: int, size: int, turn: Callable[[], Awaitable[None]]) -> None:
+        await turn()
         if self.error:
             raise ArenaError(self.error)
+        await self.may_grow.wait()
         self.grown.append((slot, size))
 
 
@@ -287,6 +291,37 @@ def test_host_memory_is_made_ready_where_memory_is_short() -> None:
         assert a.parking.arenas.grown == [(0, 20 * GIB)]
 
     asyncio.run(run())
+
+
+def test_host_memory_of_a_container_that_has_to_leave_is_made_ready_first() -> None:
+    async def run(error: str | None) -> list[bool]:
+        a, b, c = (container(key, 30) for key in "abc")
+        for one in (a, b, c):
+            one.parking.obeys = False
+            one.parking.lacks = {0: 20 * GIB}
+        node = Played(a, b, c)
+        node.step()
+        a.parking.arenas.may_grow.clear()
+        a.parking.arenas.error = error
+        spots = node.parker._spots
+        assert spots[a].place is Whereabouts.PARKED
+        spots[a].place = Whereabouts.LEAVING
+        await asyncio.sleep(0.05)
+        early = [bool(one.parking.arenas.grown) for one in (a, b, c)]
+        a.parking.arenas.may_grow.set()
+        await asyncio.sleep(0.05)
+        late = [bool(one.parking.arenas.grown) for one in (a, b, c)]
+        tasks = list(node.parker._growing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [*early, *late]
+
+    assert asyncio.run(run(None)) == [False, False, False, True, True, True]
+    with capture_logs():
+        found = asyncio.run(run("none is left"))
+    # If there is none for it, it keeps no other from being prepared.
+    assert found == [False, True, True, False, True, True]
 
 
 def test_missing_host_memory_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,18 +91,22 @@ class NvidiaHardware:
         self._branch, self._path, self._proc = found, path, proc
         self._ioctl = ioctl
         self._driver = self._open()
+        self._clients: list[int] = []  # of other processes, at the last search
+        self._searched = 0  # handle of the client that made it
         try:
             gpu = self._driver.gpu(uuid)
             if gpu is None:
                 raise DriverCallError(f"the driver has no GPU {uuid}", 0x57)
             self._gpu: DriverGpu = gpu
             self._trace = Trace(self._driver, self._gpu)
+            with self._open() as probe:
+                # The first search is by far the longest, and would otherwise be made while the
+                # first containers create their contexts.
+                self._live_clients(probe, thorough=False)
         except BaseException:
             self._driver.close()
             raise
         self._residency = Residency()
-        self._clients: list[int] = []  # of other processes, at the last search
-        self._searched = 0  # handle of the client that made it
         self.returned_ns: Mapping[int, int] = {}
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()

@@ -34,7 +34,7 @@ ROOM_S = 5.0
 The hook waits for ten."""
 LEAVE_NS = 60_000_000_000
 """Longest time in which a container has to park its memory. Work that it has submitted ends first,
-and host memory is pinned at a second per GiB the first time."""
+and host memory is cleared and pinned the first time: 40 GiB in 14 s (H200)."""
 AGAIN_NS = 60_000_000_000
 """Time for which a container that did not park its memory in time is left alone."""
 LATE_NS = 5_000_000_000

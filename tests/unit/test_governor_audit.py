@@ -165,6 +165,7 @@ class AuditWorld:
         monkeypatch.setattr(audit, "find_owner", self._find_owner)
         monkeypatch.setattr(audit, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
         self.patch = monkeypatch
+        self.charge = Charge()
         self.auditor = Auditor(self.containers, self.tally, self.config)
 
     def _find_owner(self, pid: int, containers: Sequence[Container]) -> Made | None:
@@ -180,7 +181,7 @@ class AuditWorld:
         look = GpuSample(
             self.clock.monotonic_ns(), {one.pid: one.used or 0 for one in processes}, samples
         )
-        charges = {one: {cast("Any", object()): Charge()} for one in self.containers.values()}
+        charges = {one: {cast("Any", object()): self.charge} for one in self.containers.values()}
         self.auditor.audit(DEVICE, look, processes, charges)
 
     async def looks(
@@ -282,7 +283,10 @@ def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     assert kinds(made.play(scene())) == [("violation", "unregistered")]
 
 
-@pytest.mark.parametrize("honest", ["holds", "granted", "held", "small", "copies", "pending", None])
+@pytest.mark.parametrize(
+    "honest",
+    ["holds", "granted", "held", "small", "copies", "pending", "allocates", "frees", None],
+)
 def test_a_container_that_holds_or_reports_is_not_accused_of_work(
     world: Callable[..., AuditWorld], honest: str | None
 ) -> None:
@@ -305,6 +309,10 @@ def test_a_container_that_holds_or_reports_is_not_accused_of_work(
                     one.lets_pass = Passing(i, i << 30, pending=False)
                 case "pending":
                     one.lets_pass = Passing(0, 0, pending=True)
+                case "allocates":
+                    made.charge = Charge(memory=i)
+                case "frees":
+                    made.charge = Charge(memory=5, returned=i)
                 case _:
                     one.lets_pass = Passing(i // 10, 0, pending=False)
             made.look(ProcessMemory(1, 0), samples=made.named())

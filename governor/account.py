@@ -110,7 +110,7 @@ class Account:
         self._context_memory = context_memory
         self._meters: list[Meter[RegisteredProcess]] = [Meter() for _ in devices]
         self._measured_ns = [0] * len(devices)
-        self._rated_ns = [0] * len(devices)
+        self._rated_ns = [-RATE_NS] * len(devices)
         self._published_ns = [0] * len(devices)
         self._counted_ns = [0] * len(devices)
         self._counters = Counters(len(devices))

@@ -62,6 +62,8 @@ class GpuTimes(NamedTuple):
 class SimulatedHardware:
     """One simulated GPU, accessed through the simulated NVML and a handle of its device."""
 
+    elsewhere_s = 0.0
+
     def __init__(self, nvml: Any, handle: object, uuid: str = "") -> None:
         self._nvml, self._handle, self._uuid = nvml, handle, uuid
         nvml.nvmlSimgpuSetTimeslice.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)

@@ -98,8 +98,18 @@ class _Account:
 class Finder:
     """Finder of one GPU. Its methods may be called from any thread; its own thread calls `tell`."""
 
-    def __init__(self, find: Find, tell: Callable[[Found], None]) -> None:
-        self._find, self._report = find, tell
+    def __init__(
+        self,
+        find: Find,
+        tell: Callable[[Found], None],
+        elsewhere_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Start the thread.
+
+        `elsewhere_s` returns the processor time, in seconds, that searches have taken so far in
+        other processes.
+        """
+        self._find, self._report, self._elsewhere_s = find, tell, elsewhere_s
         self._lock = threading.Lock()
         self._next_searches: dict[
             tuple[int, int], float
@@ -233,11 +243,14 @@ class Finder:
             except OSError:  # no descriptor is left: try again at the next poll
                 return None
 
+    def _processor_s(self) -> float:
+        return time.thread_time() + self._elsewhere_s()
+
     def _account(self, tenant: int) -> _Account:
         return self._accounts.setdefault(tenant, _Account())
 
     def _search(self, process: _Process, pidfd: int, n: int, *, thorough: bool) -> None:
-        began, processor_began = time.monotonic(), time.thread_time()
+        began, processor_began = time.monotonic(), self._processor_s()
         held: Sequence[Any] = ()
         is_wanted = bool(n) or process.is_seen
         process.is_seen = False  # the next steering step sets it again
@@ -250,7 +263,7 @@ class Finder:
                     self._has_warned = True
                     log.warning("process-search-failed", pid=process.pid, error=str(e))
         ended = time.monotonic()
-        cost = time.thread_time() - processor_began + WAITING * (ended - began)
+        cost = max(0.0, self._processor_s() - processor_began) + WAITING * (ended - began)
         key = (process.tenant, process.pid)
         with self._lock:
             account = self._accounts.get(process.tenant, _Account())  # it may have been removed

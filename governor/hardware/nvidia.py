@@ -76,6 +76,8 @@ class NvidiaHardware:
     Methods raise OSError or DriverCallError if it cannot be steered.
     """
 
+    elsewhere_s = 0.0
+
     def __init__(
         self,
         uuid: str,

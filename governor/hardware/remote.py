@@ -47,6 +47,7 @@ class RemoteHardware:
     def __init__(self, uuid: str, path: str = SOCKET) -> None:
         self._channel, self._searches = _open(uuid, path)
         self.n_lost = 0
+        self.elsewhere_s = 0.0
         self.returned_ns: Mapping[int, int] = {}
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
@@ -63,6 +64,7 @@ class RemoteHardware:
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[RemoteHeld]:
         """Return what a process has on the GPU; nothing if it is gone or has no context."""
         answer = self._searches.ask({"find": pid, "thorough": thorough}, [pidfd])
+        self.elsewhere_s += float(answer["cost"])
         return [RemoteHeld(*one) for one in answer["held"]]
 
     def switch(self, held: Sequence[RemoteHeld], *, on: bool) -> None:

@@ -183,7 +183,7 @@ class HardwareRunner(Runner):
         self._is_opened = threading.Event()  # set once opening has succeeded or failed
         self._ending = threading.Event()
         self._hardware: Closeable | None = None
-        self._finder = Finder(self._find, self._found)
+        self._finder = Finder(self._find, self._found, self._elsewhere_s)
         self._n_lost, self._lost_said_at = 0, -LOG_INTERVAL_S
         self._returned_said_at = -LOG_INTERVAL_S
         self.not_steered = OPENING
@@ -292,6 +292,10 @@ class HardwareRunner(Runner):
     def _find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Any]:
         hardware = self._hardware if self._is_steered else None
         return () if hardware is None else hardware.find(pid, pidfd, thorough=thorough)
+
+    def _elsewhere_s(self) -> float:
+        hardware = self._hardware
+        return 0.0 if hardware is None else hardware.elsewhere_s
 
     def _found(self, found: Found) -> None:
         with self._lock:

@@ -27,6 +27,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -241,8 +242,12 @@ def _search(hardware: Steerable, searches: Channel) -> None:
 
     def find(message: dict[str, Any], pidfd: int) -> dict[str, Any]:
         thorough = message.get("thorough") is True
+        began = time.thread_time()
         found = hardware.find(int(message["find"]), pidfd, thorough=thorough)
-        return {"held": [[one.pid, one.key, one.n_groups, hardware.name(one)] for one in found]}
+        return {
+            "held": [[one.pid, one.key, one.n_groups, hardware.name(one)] for one in found],
+            "cost": time.thread_time() - began,
+        }
 
     with contextlib.suppress(OSError):
         while (received := searches.receive()) is not None:

@@ -54,6 +54,10 @@ class Hardware(Protocol[H]):
         It is called from the finder's thread. A `thorough` search takes seconds.
         """
 
+    @property
+    def elsewhere_s(self) -> float:
+        """Processor time, in seconds, that searches have taken so far in other processes."""
+
     def switch(self, held: Sequence[H], *, on: bool) -> None:
         """Switch the channels of these holdings on or off.
 

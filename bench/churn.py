@@ -1,10 +1,10 @@
 """Measures whether guarantees hold while containers come and go.
 
-`python -m bench.churn` starts containers of random shares and kinds of work beside one that always
-has work, the witness. Some end on their own, others by SIGKILL. With --kills the governor
-is killed as well, every 20 s. From the stamps of each container it computes the share that the
-container was delivered in its life and the longest time for which it waited for the GPU. It writes
-churn.json.
+`python -m bench.churn` runs a container that always has work, the witness, and starts others with
+random shares and kinds of work beside it. Some of these end on their own, others are killed with
+SIGKILL. With --kills the governor is killed as well, every 20 s. From the stamps of each container
+the program computes the share of GPU time that the container got, and its longest wait for the GPU.
+It writes churn.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KINDS = {
 }
 
 KINDS = {name: replace(kind, memory=f"{600 * kind.processes}Mi") for name, kind in _KINDS.items()}
-"""What containers do; the simulated GPU's workload has only `saturating` and `tiny`."""
+"""The kinds of work; the simulated GPU's workload has only `saturating` and `tiny`."""
 
 SIMULATED = ("saturating", "tiny")
 MOST = 8
@@ -83,7 +83,8 @@ class Visit:
     tenant: ArmContainer
     container: Running
     killed_at: float | None
-    """Time at which it is killed, in seconds of the monotonic clock; None if it ends on its own."""
+    """Time at which it is killed, in seconds of the monotonic clock; before `begin`, counted from
+    the beginning of its work. None if it ends on its own."""
     begun: float | None = None
     status: int | None = None
     killed: bool = field(default=False)
@@ -138,7 +139,7 @@ class Churn:
         self._next_at = time.monotonic() + self.draw.choice(BETWEEN_S)
 
     def step(self) -> None:
-        """Begin, kill and forget containers."""
+        """Begin containers that are ready, kill those that are due, and remove ended ones."""
         for visit in [*self.present]:
             visit.begin()
             if visit.end(self.node):

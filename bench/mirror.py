@@ -91,7 +91,7 @@ def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
 
 
 def differences(library: Library) -> list[str]:
-    """Return the names of the fields that readelf reads differently."""
+    """Return the names of the fields for which readelf has a different value."""
     own, expected = fields_of(library), fields_by_readelf(library.path)
     differ = [name for name in expected if own[name] != expected[name]]
     if read_exports(library.path) != exports_by_readelf(library.path):

@@ -291,7 +291,7 @@ def find_profiles(machine: Machine, arms: Mapping[str, Arm], seconds: float) -> 
 
 
 def missing_requirement(machine: Machine) -> str | None:
-    """Return what arms with real programs need and this machine lacks, or None."""
+    """Return what this machine lacks for arms with real programs, or None."""
     if machine.kind != "nvidia":
         return "a real GPU"
     return None if importlib.util.find_spec("torch") else "PyTorch"

@@ -1,9 +1,9 @@
 """Reports the delivered shares of containers on one GPU: report.json, report.svg, a table.
 
 `build_report` and `chart_of` compute from progress; `write_report` writes everything to a
-directory. report.json is described by report.schema.json next to this module. progress.json next to
-report.json has each container's progress in 10 ms samples, from which every figure can be computed
-again.
+directory. report.json is described by report.schema.json next to this module. progress.json in the
+same directory has each container's progress in 10 ms samples, from which every figure can be
+recomputed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReportedGpu:
 
 @dataclasses.dataclass(frozen=True)
 class ReportedContainer:
-    """A container's quotas, and its results."""
+    """A container's quotas, and its results; memory is in bytes."""
 
     name: str
     compute: float
@@ -46,12 +46,12 @@ class ReportedContainer:
     progress: Progress
     profile: Profile
     without: Progress | None = None
-    """The same job next to those of the others, without Tidegate."""
+    """The same job while all jobs ran at the same time without Tidegate; None if they did not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RefusedAllocation:
-    """The allocation above the limit, and the driver API's answer to it."""
+    """The allocation above the limit, in bytes, and the driver API's answer to it."""
 
     requested: int
     limit: int

@@ -44,7 +44,7 @@ AFTER_S = 1.0
 
 
 def longest_gap_ms(times: Sequence[int], begin: int, end: int) -> float:
-    """Return the longest time without a stamp that overlaps the given time, in ms."""
+    """Return the longest interval without a stamp that overlaps `begin` to `end` (ns), in ms."""
     inside = [one for one in times if begin < one < end]
     before = max((one for one in times if one <= begin), default=begin)
     after = min((one for one in times if one >= end), default=end)

@@ -63,7 +63,7 @@ class SmiOutput:
 
 
 def read_looks(text: str) -> tuple[list[SmiOutput], str, str]:
-    """Return the queries in a container's output, and its table and monitor verbatim."""
+    """Return the query results in a container's output, and its table and monitor verbatim."""
     looks: list[SmiOutput] = []
     verbatim = {"table": "", "monitor": ""}
     section = ""

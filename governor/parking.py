@@ -27,8 +27,8 @@ _WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending
 class ParkingReport:
     """The sums of what the running processes of a container report, in bytes and counts.
 
-    The container writes these numbers. They decide when its memory is moved, and not how much of
-    the GPU is free: that is known from NVML.
+    The container writes these numbers. They decide when its memory is moved, but not how much of
+    the GPU counts as free: that is taken from NVML.
     """
 
     n_processes: int = 0
@@ -44,7 +44,7 @@ class ParkingReport:
     work: int = 0
     """A number that changes when the container works."""
     is_busy: bool = False
-    """Whether submitted work has not ended."""
+    """Whether any submitted work has not ended."""
 
 
 class Parking:
@@ -58,7 +58,7 @@ class Parking:
         arenas: Arenas,
         memory: int,
     ) -> None:
-        """`memory` is the GPU's, in bytes: no process reports more."""
+        """`memory` is the size of the GPU's memory in bytes; larger reports are reduced to it."""
         self._grant, self._ledger, self._memory = grant, ledger, memory
         self._processes, self.arenas = processes, arenas
 
@@ -110,8 +110,8 @@ class Parking:
     def lacking(self, quota: int) -> dict[int, int]:
         """Return the processes whose arena is smaller than what they may have to park, by slot.
 
-        The values are the sizes that are needed, in bytes. Whatever the processes report, all
-        arenas together have at most the quota and a piece for each process.
+        The values are the sizes that are needed, in bytes. Whatever the processes report, the
+        arenas together exceed the quota by at most one piece per process.
         """
         left = quota - self.arenas.total
         needed = {}

@@ -39,7 +39,7 @@ class Cluster:
     def __init__(
         self, kubeconfig: str | None = None, timeout: tuple[float, float] = TIMEOUT
     ) -> None:
-        """Find the API server from a kubeconfig file, or else from the pod's service account."""
+        """Configure access from a kubeconfig file, or else from the pod's service account."""
         from kubernetes import client, config
 
         configuration = client.Configuration()
@@ -87,7 +87,7 @@ class Cluster:
             raise
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Create a ResourceSlice; return what is stored, or what would be in case of `dry_run`."""
+        """Create a ResourceSlice; return what is stored, or with `dry_run` what would be stored."""
         more = {"dry_run": "All"} if dry_run else {}
         try:
             return self._json(

@@ -23,7 +23,7 @@ MOST = 1000
 
 @dataclass(frozen=True, order=True)
 class Taint:
-    """A reason to schedule no new pod to a GPU: a key, and a label value."""
+    """A reason to schedule no new pod on a GPU: a key, and a label value."""
 
     key: str
     value: str

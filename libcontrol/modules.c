@@ -5,9 +5,9 @@
  * and given back when the module or library ends.
  *
  * A library is loaded into a context when its first kernel is requested there. Programs do not
- * expect that to fail for lack of memory, and the code of a framework is large. A load that leaves
- * the container a little over its quota is therefore counted as debt, like everything that the
- * driver takes on its own. This does not apply to the memory of managed variables.
+ * expect this request to fail for lack of memory, and the code of a framework is large. A load that
+ * leaves the container a little over its quota is therefore counted as debt, like everything that
+ * the driver takes on its own. This does not apply to the memory of managed variables.
  */
 #include "loads.h"
 
@@ -181,7 +181,7 @@ static void kernel_note(CUkernel kernel, CUlibrary library)
     gate_end_all_passes();
 }
 
-/* Looks in the table first, because older drivers cannot return the library. */
+/* Consults the table first, because older drivers cannot return a kernel's library. */
 static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
 {
     struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
@@ -193,7 +193,7 @@ static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
     return known || driver->cuKernelGetLibrary(libraryp, kernel) == CUDA_SUCCESS;
 }
 
-/* Called before a launch while there are such kernels. */
+/* Called before a launch while the table has kernels whose library may not be loaded yet. */
 cold CUresult modules_launch(uint64_t function)
 {
     struct block *block = blocks_lock(BLOCK_KERNEL, function);
@@ -336,7 +336,7 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
         blocks_unlock(BLOCK_LIBRARY, gone.key);
     }
     unload_end(&load, (uintptr_t)library, result);
-    /* It may have been loaded on other GPUs as well. */
+    /* The library may have been loaded on other GPUs as well. */
     if (known && result == CUDA_SUCCESS)
         for (int device = 0; device < (int)pages_n_devices(); device++)
             if (device != load.device)
@@ -399,7 +399,7 @@ CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary libra
     return library_entered(&load, library, bit, result);
 }
 
-/* Loads immediately, where the driver would otherwise wait for a launch. This cannot be undone. */
+/* Loads a function now, which otherwise happens at its first launch. This cannot be undone. */
 CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 {
     struct load load;
@@ -408,7 +408,7 @@ CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
     load_begin(&load);
     result = real->cuFuncLoad(function);
     load_end(&load, result, 0);
-    hidden_note(&load, (uintptr_t)function); /* ends with its context */
+    hidden_note(&load, (uintptr_t)function); /* until its context ends */
     return result;
 }
 
@@ -440,8 +440,8 @@ static bool owner_visit(const struct block *block, void *data)
     return false;
 }
 
-/* Libraries that were loaded into the context no longer are, and another context may get its
- * number. */
+/* A context has ended. Its libraries are not loaded in it any more, and its number may be given to
+ * another context. */
 void modules_context_gone(uint8_t owner)
 {
     if (owner != OWNER_NONE)

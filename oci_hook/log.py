@@ -73,8 +73,8 @@ class RunEvent:
 def complain(line: str) -> None:
     """Write the one line that the runtime shows; errors are ignored.
 
-    The log has the line as well: if no client wants a runtime's output, containerd gives it a
-    standard error that cannot be written to.
+    The log has the line as well: if no client requests a runtime's output, containerd gives the
+    runtime a standard error that cannot be written to.
     """
     try:
         os.write(2, line.encode() + b"\n")

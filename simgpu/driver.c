@@ -27,7 +27,7 @@ static __thread struct {
     struct context *contexts[STACK_DEPTH];
 } stack;
 
-/** pool_take() - a zeroed object, or NULL when out of memory */
+/** pool_take() - take a zeroed object; NULL if there is no memory for it */
 void *pool_take(struct pool *pool)
 {
     struct object *object = pool->unused;
@@ -86,7 +86,7 @@ static void calls_end(int n)
 }
 
 /* Announce on each device that a thread of this process is in a call. Returns false if the process
- * is locked or checkpointed (cuda_checkpoint.c): that thread has to wait. */
+ * is locked or checkpointed (cuda_checkpoint.c): the thread then has to wait. */
 static bool calls_begin(void)
 {
     for (int i = 0; i < driver.n_devices; i++) {
@@ -133,7 +133,7 @@ CUresult driver_enter(void)
     return CUDA_ERROR_NOT_INITIALIZED;
 }
 
-/** driver_enter_context() - the same, and check that the calling thread has a usable context */
+/** driver_enter_context() - driver_enter(), and check that the thread has a usable context */
 CUresult driver_enter_context(struct context **contextp)
 {
     CUresult r = driver_enter();
@@ -153,7 +153,7 @@ CUresult driver_enter_context(struct context **contextp)
     return CUDA_SUCCESS;
 }
 
-/** driver_leave() - release the lock, make the callbacks that are due, and return `result` */
+/** driver_leave() - release the lock, run the callbacks that are due, and return `result` */
 CUresult driver_leave(CUresult result)
 {
     struct host_call *calls = driver.host_calls;

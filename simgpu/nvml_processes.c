@@ -64,8 +64,8 @@ static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, voi
     device_leave(device);
     if (*count > room)
         return NVML_ERROR_INSUFFICIENT_SIZE;
-    for (unsigned int i = 0; i < *count;
-         i++) /* each version of the struct extends the one before */
+    /* Each version of the struct extends the previous version. */
+    for (unsigned int i = 0; i < *count; i++)
         memcpy((char *)infos + i * size, &found[i],
                size < sizeof(found[i]) ? size : sizeof(found[i]));
     return NVML_SUCCESS;

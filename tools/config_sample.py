@@ -22,7 +22,7 @@ from tools.generated import write_or_check  # noqa: E402
 
 FILE = ROOT / "packaging/config.yaml"
 COLUMNS = 96
-# Values for options with a default that is described in words.
+# Example values of options whose default is described in words.
 EXAMPLES = {
     "library_dir": "/usr/lib/tidegate",
     "spin_us": "250",

@@ -45,7 +45,7 @@ BINDS = ("STB_GLOBAL", "STB_WEAK", "STB_LOOS")
 TYPES = ("STT_NOTYPE", "STT_OBJECT", "STT_FUNC", "STT_COMMON", "STT_TLS", "STT_LOOS")
 VISIBILITIES = ("STV_DEFAULT", "STV_PROTECTED")
 
-# Tags that may occur only once: of two, the loader uses the last and pyelftools the first.
+# Tags that may occur only once: of two equal tags, the loader uses the last, pyelftools the first.
 SINGLE = ("DT_SONAME", "DT_RUNPATH", "DT_RPATH", "DT_STRTAB", "DT_SYMTAB", "DT_HASH", "DT_GNU_HASH")
 
 

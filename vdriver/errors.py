@@ -16,7 +16,7 @@ def one_line(text: str) -> str:
 
 
 class OperatorError(Exception):
-    """Something that an operator can act on, in one line."""
+    """An error that an operator can act on, in one line."""
 
     code: ClassVar[str] = "internal"
     status: ClassVar[int] = 70  # EX_SOFTWARE

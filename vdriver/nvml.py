@@ -157,7 +157,7 @@ class Nvml:
         return tuple(one for one in found if isinstance(one, Gpu))
 
     def survey(self) -> tuple[Gpu | NvmlError, ...]:
-        """Return the GPUs in NVML's order; an NvmlError replaces one that does not answer."""
+        """Return the GPUs in NVML's order; an NvmlError replaces a GPU that does not answer."""
         found: list[Gpu | NvmlError] = []
         for i in range(int(_call("nvmlDeviceGetCount", self._nvml.nvmlDeviceGetCount))):
             try:
@@ -190,8 +190,8 @@ class Nvml:
                 ends[a].count(address)
                 for a, address in ((one, addresses[other]), (other, addresses[one]))
             )
-            # Through NVSwitches a GPU reaches every other one. The number of links is the smaller
-            # of the two GPUs' numbers.
+            # Through NVSwitches a GPU reaches every other GPU. The number of links of a pair is the
+            # smaller of the two GPUs' numbers.
             switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
             level = self._try_call(
                 "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]
@@ -209,7 +209,7 @@ class Nvml:
         return str(_call("nvmlSystemGetDriverVersion", self._nvml.nvmlSystemGetDriverVersion))
 
     def cuda_version(self) -> str | None:
-        """Return the newest CUDA version that the driver supports, like 13.0; None if unknown."""
+        """Return the newest CUDA version that the driver supports, such as 13.0, or None."""
         number = self._try_call("nvmlSystemGetCudaDriverVersion_v2")
         return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
@@ -290,7 +290,7 @@ class Nvml:
         return None if info is None else _pci_address(info)
 
     def _node(self, handle: Any, address: str | None) -> int | None:
-        """Return the NUMA node nearest to a GPU, or None if neither NVML nor the kernel knows.
+        """Return the NUMA node nearest to a GPU, or None if neither NVML nor the kernel reports it.
 
         nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory.
         """
@@ -342,7 +342,7 @@ class Nvml:
         # Looking up a UUID may fail because another GPU has fallen off the bus.
         if uuid in self._handles:
             return self._handles[uuid]
-        # A str works in every pynvml that has decorators for it; older ones take only bytes.
+        # pynvml versions with decorators for strings accept a str; older ones take only bytes.
         return _call(f"GPU {uuid}", lambda: self._nvml.nvmlDeviceGetHandleByUUID(uuid))
 
 

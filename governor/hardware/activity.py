@@ -9,11 +9,11 @@ off and on). If all processes together were on the GPU for longer than that, the
 difference.
 
 Some turns show that a process did not pause: a turn that ends with its slice contains no pause,
-because a process that pauses gives up the GPU at once if another one waits. The charge of a process
-is reduced only by pauses that cannot have been in the turns of others. So no process is charged
-less because of what another one does, but a process that paused may be charged too much. The
-estimate is exact for a process that is alone, and where its neighbours are off or work all the
-time.
+because a process that pauses gives up the GPU at once if another process waits. The charge of a
+process is reduced only by pauses that cannot have been in the turns of others. So no process is
+charged less because of what another process does, but a process that paused may be charged too
+much. The estimate is exact for a process that is alone, and where its neighbours are off or work
+all the time.
 
 Samples arrive some time after the interval that they describe. Until then, time is charged at the
 highest rate of any sample of the last second. When a sample arrives, the difference is charged or
@@ -39,8 +39,7 @@ RATE_HISTORY = 1000 * MS
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
-"""Fraction of a process's time on the GPU: a process that works for more than this is charged for
-all of its time there."""
+"""Fraction of its time on the GPU: a process that works for more is charged for all of it."""
 
 
 class Sample(NamedTuple):
@@ -181,7 +180,7 @@ class Activity:
             idle = 0.0
         anywhere = sum(cut.open.values())
         active = {
-            # A process paused at least for the idle time that does not fit into the turns of
+            # A process paused for at least the idle time that does not fit into the turns of
             # others.
             pid: ns - min(cut.open[pid], max(0.0, idle - (anywhere - cut.open[pid])))
             for pid, ns in cut.resident.items()

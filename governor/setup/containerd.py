@@ -39,7 +39,7 @@ from oci_hook.runtime import CONFIG as WRAPPER
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "conf.d/tidegate.toml"
 # A pattern, because containerd does not start if an imported file is missing. It matches only
-# Tidegate's files, because the directory may have others that were not imported so far.
+# Tidegate's files, because the directory may have other files, which were not imported so far.
 IMPORT = "conf.d/tidegate*.toml"
 UNDONE = "systemctl restart containerd    # containers keep running"
 BASE_SPEC = "tidegate-base-spec.json"
@@ -302,8 +302,8 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
     inner |= {k: v for k, v in given.items() if k != "BinaryName"}
     dumped = table(node.cri(node.dump), "runtimes", default, "options")
-    # The cgroup driver must be the kubelet's: otherwise a handler starts no pod. It is the same for
-    # all handlers, so it is taken from another one if nothing is copied from the default handler.
+    # The cgroup driver must be the kubelet's: otherwise no pod starts. It is the same for all
+    # handlers, so it is taken from another handler if nothing is copied from the default handler.
     others = [] if like else list(table(node.cri(node.dump), "runtimes").values())
     others += [] if like else list(node.handlers().values())
     if any(

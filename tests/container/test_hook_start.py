@@ -145,10 +145,10 @@ def test_a_user_namespace_is_served(node: HookNode, runtime: Runtime) -> None:
     assert ran.stdout == f"{FOUND}0 /{LIBDIR}/glibc-hwcaps\n0 /etc/ld.so.cache\n4096\n"
 
 
-def test_a_user_namespace_is_served_from_directories_of_root_alone(
+def test_a_user_namespace_is_served_from_directories_that_only_root_can_read(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """The driver's directory has mode 0700: only the hook can walk to what it mounts."""
+    """The driver's directory has mode 0700: only the hook can reach what it mounts."""
     node.own_mirror()
     node.driver_dir.chmod(0o700)
     bundle = node.bundle(
@@ -195,7 +195,7 @@ def test_an_image_without_a_cache_is_served(node: HookNode, runc: Runtime, cache
 
 
 def test_a_start_after_an_end_that_was_not_reported(node: HookNode, runtime: Runtime) -> None:
-    """A node that lost power reported no end: the hook runs on top of what was left, and nothing accumulates."""
+    """After a loss of power no end was reported: the hook finds what is left over, and nothing accumulates."""
     bundle = node.bundle(PROBE)
     del bundle.config["hooks"]["poststop"]
     assert runtime.run(bundle).stdout == FOUND
@@ -251,8 +251,8 @@ def test_a_running_container_adds_little_to_its_image(node: HookNode, runc: Runt
 
 @pytest.mark.parametrize("cache", ["file", "link", "hostile"])
 def test_nothing_stays_in_the_image(node: HookNode, runtime: Runtime, cache: str) -> None:
-    """The end removes what the start made, places for graphics included. The cache is the image's
-    again, with its original time.
+    """The end removes what the start created, including the places for graphics. The image's cache is
+    restored, with its original time.
     """
     bundle = node.bundle(
         f"{PROBE}; nvidia-smi",
@@ -301,7 +301,7 @@ def test_files_that_the_container_creates_in_our_directories_stay(
 def test_links_left_by_a_container_do_not_lead_out_of_its_root(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """At the end the container controls its root file system: nothing outside it is removed or changed."""
+    """The container controls its root file system until its end: the cleanup changes nothing outside it."""
     victim = node.base / "victim"
     (victim / "tidegate").mkdir(parents=True)
     (victim / "nvidia-smi").touch()
@@ -398,7 +398,7 @@ def test_a_program_of_the_image_is_hidden_and_not_changed(node: HookNode, runc: 
 
 
 def test_the_grant_is_found_in_a_volume_over_run(node: HookNode, runc: Runtime) -> None:
-    """A tmpfs on /run is the common case. A host directory there is one that config.json names."""
+    """A tmpfs on /run is the common case. A volume is accepted as well, because config.json mounts it there."""
     volume = node.base / "volume"
     volume.mkdir()
     for mount in (
@@ -418,7 +418,7 @@ def test_the_grant_is_found_in_a_volume_over_run(node: HookNode, runc: Runtime) 
 
 
 def test_ldconfig_in_the_container_still_works(node: HookNode, runtime: Runtime) -> None:
-    """apt-get install runs ldconfig, which renames a new cache over ours, and finds the mirror on its own."""
+    """apt-get install runs ldconfig, which replaces our cache by a new one, and finds the mirror itself."""
     ran = runtime.run(node.bundle(f"ldconfig || echo failed; {PROBE}; ldconfig -p"))
     assert ran.status == 0, ran.stderr
     assert "failed" not in ran.stdout
@@ -458,7 +458,7 @@ int main(int argc, char **argv) {
 
 
 def test_an_idmapped_root_is_served(node: HookNode, tmp_path: Path) -> None:
-    """The host's root is not mapped on such a mount: what the hook makes belongs to the owner of its directory."""
+    """The host's root user is not mapped on such a mount: what the hook creates belongs to the owner of its directory."""
     idmap = compile_c(IDMAP_C, tmp_path / "idmap")
     bundle = node.bundle("true")
     with subprocess.Popen(["unshare", "-U", "sleep", "30"]) as user:
@@ -582,7 +582,7 @@ def test_a_volume_over_a_directory_leaves_the_images_directory(
 def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """The image has a cache at the path of a file of the host. The link is restored with its owner and time."""
+    """The link's target exists in the image and on the host. The link is restored with its owner and time."""
     victim = node.base / "victim"
     victim.write_bytes(b"the host's")
     before = everything(victim)

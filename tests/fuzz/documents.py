@@ -1,8 +1,8 @@
 """The documents that reach Tidegate from outside, the hand-written parser of each, and the equivalent schema.
 
 A document is a sequence of bytes, from a runtime, an engine, `tidegate refresh`, the governor or a hook, or from a program that
-impersonates one of them. `hold` checks what must be true of any document. corpus/KIND.jsonl has documents with the correct
-verdict, for both the parser and the schema.
+impersonates one of them. `hold` checks what must be true of any document. corpus/KIND.jsonl has documents, each with the
+verdict that both the parser and the schema must return.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def take_manifest(data: bytes) -> object:
 
 
 def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = None) -> object:
-    """Parse as the hook's client does. Without `parse`, a refusal is an answer, too."""
+    """Parse as the hook's client does. Without `parse`, a refusal is accepted as an answer, too."""
     try:
         document = parse_answer(data)
         if parse is None:
@@ -262,7 +262,7 @@ ODD = st.one_of(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Return every place in a document: the container of a value, and its key or index there."""
+    """Return the position of each value in a document: its list or object, and its index or key."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:

@@ -180,7 +180,7 @@ def test_a_change_that_needs_a_restart_applies_after_one(node: GovernorNode) -> 
 
 
 def spoil(node: GovernorNode, how: str) -> None:
-    """Make the configuration wrong in this way."""
+    """Make the configuration invalid in this way."""
     bad = node.drop_ins / "50-bad.yaml"
     match how:
         case "misspelt":
@@ -260,7 +260,7 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
         node.write(on_violation="stop")
     assert len(node.ask("list")["containers"]) == 1
     assert setting(directory, "holds") == 1
-    # An operator who searches for failures finds the event.
+    # The event is in the list of failures.
     assert cli.main(["events", "--log", str(node.log)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert sum(" configuration-refused: config: " in line for line in shown) == len(kinds)
@@ -306,7 +306,7 @@ sys.exit(daemon.main())
 
 
 def test_a_sighup_before_the_handler_exists_is_pending(node: GovernorNode) -> None:
-    """Otherwise the signal would end the process. The files may have changed since then."""
+    """Otherwise the signal would end the process. The files may have changed since they were read."""
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
     node.start("-c", HANG_UP)
@@ -326,7 +326,7 @@ def test_simultaneous_reloads_are_done_one_after_the_other(node: GovernorNode) -
     assert sorted(map(len, changes)) == [0, 0, 0, 1]
 
 
-# ---- without a governor's process ----
+# ---- without a governor process ----
 
 
 def test_a_bug_in_reading_changes_nothing() -> None:
@@ -353,7 +353,7 @@ def test_a_bug_in_reading_changes_nothing() -> None:
     asyncio.run(scene())
 
 
-def test_only_options_without_a_restart_are_applied() -> None:
+def test_only_options_that_need_no_restart_are_applied() -> None:
     new = Config(
         runtime_dir="/a", quantum_ms=7, inflight_us=100, mps_fault_s=1, context_memory=1 << 30, placement="pack"
     )  # fmt: skip

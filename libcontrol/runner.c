@@ -19,16 +19,13 @@
 
 #include "os.h"
 
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-
-#ifndef SYS_epoll_pwait2
-#define SYS_epoll_pwait2 441 /* Linux 5.11; the same number on every architecture */
-#endif
 
 #define HEARTBEAT_NS (100 * NS_PER_MS)
 
@@ -75,15 +72,20 @@ static void wait_until(struct runner *runner, uint64_t until)
     struct epoll_event events[16];
     uint64_t now = os_now();
     uint64_t ns = until > now ? until - now : 0;
+    struct pollfd ready = {.fd = runner->epoll_fd, .events = POLLIN};
     struct timespec timeout;
-    long n;
+    int n;
 
     if (ns > HEARTBEAT_NS)
         ns = HEARTBEAT_NS;
     timeout.tv_sec = (time_t)(ns / NS_PER_S);
     timeout.tv_nsec = (long)(ns % NS_PER_S);
-    n = syscall(SYS_epoll_pwait2, runner->epoll_fd, events, 16, &timeout, NULL, 0);
-    for (long i = 0; i < n; i++) {
+    /* epoll_pwait2 is missing in Linux before 5.11 and in QEMU's user mode, and the timeout of
+     * epoll_wait is in milliseconds. */
+    if (ppoll(&ready, 1, &timeout, NULL) <= 0)
+        return;
+    n = epoll_wait(runner->epoll_fd, events, 16, 0);
+    for (int i = 0; i < n; i++) {
         int fd = (int)(uint32_t)events[i].data.u64;
 
         if (events[i].events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) {

@@ -217,9 +217,9 @@ def measure(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
                 print(f"governor killed; {len(churn.ended)} containers have ended", flush=True)
             time.sleep(0.02)
         churn.finish()
-        node.wait(witness.container, 60)
+        if node.wait(witness.container, 60):
+            raise MachineError(f"{witness.container.name} failed; see its output")
         output = json.loads(witness.container.output.strip().splitlines()[-1])
-        witness.status = 0
         ahead_ns = int(output.get("clock_ns", 0))
         disturbed = [(a + ahead_ns, b + ahead_ns) for a, b in kills]
         time.sleep(1)
@@ -300,7 +300,9 @@ def main(argv: list[str] | None = None) -> int:
             result = measure(machine, args)
         finally:
             machine.close()
-    except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
+    except (
+        MachineError, ProgressError, TidegateError, VdriverError, subprocess.SubprocessError,
+    ) as e:  # fmt: skip
         print(f"churn: {e}", file=sys.stderr)
         return 1
     result |= {"run": describe_run(), "summary": summarise(result)}

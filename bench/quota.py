@@ -269,7 +269,11 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
         for ready in root.glob("*/begin.ready"):
             ready.with_name("begin").touch()
         for i, process in enumerate(started):
-            if process.wait(seconds + 120):
+            try:
+                status = process.wait(seconds + 120)
+            except subprocess.TimeoutExpired as e:
+                raise MachineError("a workload without Tidegate does not end") from e
+            if status:
                 last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
                 raise MachineError(f"a workload failed without Tidegate: {last}")
     for i in range(len(started)):

@@ -159,12 +159,13 @@ def _held(path: Path) -> Iterator[None]:
     except OSError as e:
         raise MirrorError(f"{path}: {e.strerror}", hint="run tidegate refresh") from e
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise MirrorError(
+                f"{path} is locked by tidegate gc", hint="wait for it to end, then try again"
+            ) from e
         yield
-    except BlockingIOError as e:
-        raise MirrorError(
-            f"{path} is locked by tidegate gc", hint="wait for it to end, then try again"
-        ) from e
     finally:
         os.close(fd)
 

@@ -1,5 +1,4 @@
-/* The types of NVML in the answers that Tidegate replaces, with the values of NVIDIA's nvml.h
- * 13.0. */
+/* The NVML types of the answers that Tidegate replaces, with the values of NVIDIA's nvml.h 13.0. */
 #pragma once
 
 typedef struct nvmlDevice_st *nvmlDevice_t;
@@ -51,7 +50,7 @@ typedef union {
 } nvmlValue_t;
 
 typedef struct {
-    unsigned long long timeStamp; /* microseconds since 1970, as in all of NVML */
+    unsigned long long timeStamp; /* microseconds since 1970, like all time stamps of NVML */
     nvmlValue_t sampleValue;
 } nvmlSample_t;
 

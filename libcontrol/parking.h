@@ -1,6 +1,6 @@
 /*
  * Memory that moves: the blocks of a container whose memory may be parked in host memory while
- * other containers need the GPU's.
+ * other containers need the memory of the GPU.
  *
  *   parking.c         whether the memory is on the GPU, and the calls that wait until it is
  *   parking_blocks.c  the blocks that can be moved
@@ -22,7 +22,7 @@
 
 enum parking_state {
     PARKING_RESIDENT,
-    PARKING_CLOSING, /* calls wait; those under way and submitted work are about to end */
+    PARKING_CLOSING, /* new calls wait; calls under way and submitted work are about to end */
     PARKING_OUT,     /* memory is being moved to the host */
     PARKING_PARKED,
     PARKING_IN, /* memory is being moved back */
@@ -68,15 +68,15 @@ static inline void parking_end(void)
 
 void parking_exempt(void); /* this thread's calls never wait */
 
-/* Waits until device memory may be taken. Called before a claim. */
+/* Waits until device memory may be allocated. Called before it is charged to the account. */
 void parking_wait(void);
 
 /* Called by cuInit, once the driver is initialised. Returns false if the memory of this process
  * would have to be moved, and cannot be. */
 bool parking_start(void);
 enum parking_state parking_now(void);
-bool parking_must_leave(void);         /* the governor has ordered to park the memory */
-bool parking_close(uint64_t patience); /* from RESIDENT; false: a call did not end in time */
+bool parking_must_leave(void);         /* the governor has ordered the memory to be parked */
+bool parking_close(uint64_t patience); /* from RESIDENT; false: calls outlast `patience` ns */
 bool parking_turn(enum parking_state from, enum parking_state to);
 /* Waits until all calls that entered before have ended. Returns false if one takes too long. */
 bool parking_settle(void);
@@ -86,17 +86,18 @@ void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that 
 void parking_count(uint64_t bytes, uint64_t ns); /* a move took this long */
 void parking_after_fork(void);
 
-/* Held by a thread that may end a context, or that uses one that the application made. */
+/* A lock that is held by a thread that may end a context, or that uses one that the application
+ * made. */
 void parking_lock_contexts(void);
 bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
 
 /* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
- * begins a capture waits for them. */
+ * begins a capture waits for them, until the time `ends` at most. */
 extern uint32_t parking_n_syncs;
 void parking_await_syncs(uint64_t ends);
 
-/* Starts the thread that moves memory, and returns whether there is one; lifecycle.c sets it. */
+/* Set by lifecycle.c: starts the thread that moves memory, and returns whether there is one. */
 extern bool (*parking_watch)(void);
 
 /* ---- pointers.c ---- */
@@ -129,7 +130,7 @@ struct parking_block {
     uint64_t serial; /* distinguishes it from an earlier block at the same address */
     uint64_t buffer; /* the driver's number for the block; 0: not asked for yet */
     CUcontext ctx;   /* in which it was allocated */
-    uint8_t owner;   /* with which it ends */
+    uint8_t owner;   /* number of the context with which it ends; see context_table.c */
     bool fixed;      /* it stays on the GPU, because something outside the GPU accesses it */
     bool freed;      /* the application has freed it, and its memory is still to be released */
     bool arriving;   /* it is being moved to the GPU: its contents in host memory are valid */
@@ -147,9 +148,13 @@ static inline bool parking_is_import(const struct parking_block *block)
 CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes);
 CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
                                 unsigned int element);
+
+/* These return false if the address is not that of a block that they can end; the driver then has
+ * to carry out the call. */
 bool parking_free(CUdeviceptr address, CUresult *resultp);
 bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp);
 bool parking_close_import(CUdeviceptr address, CUresult *resultp);
+
 void parking_context_gone(uint8_t owner);
 
 /* Releases blocks that could not be released when they were freed. With `idle`, the caller has
@@ -174,14 +179,15 @@ void parking_unmap(struct parking_block *block);
 /* Adds a block. Returns false if the table cannot grow. */
 bool parking_table_add(const struct parking_block *block);
 
-/* Removes a block, and updates the copy of it. Returns false if another thread was faster. */
+/* Removes the block of which `taken` is a copy, and updates the copy. Returns false if the block is
+ * no longer in the table. */
 bool parking_table_take(struct parking_block *taken);
 bool parking_table_take_owned(uint8_t owner, struct parking_block *taken); /* any of the owner's */
 
-/* Marks a block as freed, and charges it once more. Returns false if there is none. */
+/* Marks a block as freed, and charges it once more. Returns false if there is none at `base`. */
 bool parking_table_free(uint64_t base);
 
-/* Copies the first freed block after the copied one. Returns false if there is none. */
+/* Replaces the copy of a block by one of the next freed block. Returns false if there is none. */
 bool parking_table_next_freed(struct parking_block *block);
 bool parking_table_has_freed(void);
 
@@ -189,7 +195,7 @@ bool parking_table_has_freed(void);
 bool parking_find(uint64_t address, struct parking_block *found);
 bool parking_first(struct parking_block *found); /* any that can be moved */
 void parking_note_buffer(uint64_t base, uint64_t number);
-void parking_fix(uint64_t base);
+void parking_fix(uint64_t base); /* the block stays on the GPU from now on */
 
 /* Marks the block that contains an address as one that other processes may open, and copies it.
  * Called by a call that has entered. Returns false if there is none. */
@@ -198,9 +204,9 @@ bool parking_export(uint64_t address, struct parking_block *found);
 /* Returns a file descriptor for a block that other processes may open, or -1. */
 int parking_descriptor(uint64_t serial);
 
-/* Counts one more, or one less, use of memory of another process. Returns false if the table does
- * not have it. After the last use, it is marked as freed; with `later`, its mapping cannot end yet,
- * and it is charged once more until then. */
+/* Counts one more, or one less, use of a block of another process. Returns false if the block is
+ * not in the table. After its last use, the block is marked as freed; with `later`, its mapping
+ * cannot end yet, and the block is charged once more until it does. */
 bool parking_use(const struct parking_origin *origin, uint64_t *basep);
 bool parking_unuse(uint64_t base, bool later, struct parking_block *found);
 

@@ -1,8 +1,8 @@
 """Rootless Podman, run by an ordinary user: a container without annotations works as on a node
 without Tidegate, and one with annotations is refused in one line.
 
-The user has no subordinate ids, so the namespace has a single user; and no control groups, as on
-any machine with version 1. The results do not depend on either.
+The user has no subordinate ids, so the user namespace has only one user. The user also has no
+control groups, as on any machine with cgroup v1. The results depend on neither.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def host(
     rootfs = make_rootfs(base / "rootfs", base / "tools")
     with EngineHost(unpacked(machine()), base) as host:
         host.check("sh", "-c", SETUP)
-        # As in packages, every user can read them.
+        # Every user can read these files, like those of a package.
         subprocess.run(
             ["cp", "-r", str(ROOT / "oci_hook"), str(host.path("/usr/local/lib"))], check=True
         )
@@ -101,7 +101,7 @@ def test_a_container_without_annotations_starts(host: EngineHost, runtime: str) 
 def test_a_container_with_annotations_is_refused_with_the_reason(
     host: EngineHost, runtime: str, driver: str
 ) -> None:
-    """At that point neither the driver nor the governor has been contacted."""
+    """The refusal precedes any contact with the driver or the governor."""
     ran = start(
         host,
         runtime,
@@ -120,7 +120,7 @@ def test_a_container_with_annotations_is_refused_with_the_reason(
 def test_a_hooks_directory_that_the_user_cannot_read_stops_every_container(
     host: EngineHost,
 ) -> None:
-    """This is the reason why `tidegate setup podman` refuses such a directory."""
+    """This is why `tidegate setup podman` refuses such a directory."""
     directory = host.path("/etc/tidegate")
     directory.chmod(0o700)
     try:

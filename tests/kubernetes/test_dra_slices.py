@@ -84,7 +84,7 @@ def test_each_gpu_is_a_device_that_can_be_allocated_many_times() -> None:
     assert len(made["spec"]["devices"]) == 2
 
 
-def test_a_gpu_whose_memory_is_granted_several_times_offers_more_than_one_claim_can_have() -> None:
+def test_an_overbooked_gpu_offers_more_memory_than_one_claim_may_request() -> None:
     one = {**gpu(0), "memory_offered": gpu(0)["memory"] * 17 // 10}
     made = make_slice("n", "u", answer(one), {})
     validate(made)
@@ -147,18 +147,18 @@ def test_a_name_is_cut_to_the_api_servers_limit_in_bytes(name: str, shown: str) 
     assert made["spec"]["devices"][0]["attributes"]["model"] == {"string": shown}
 
 
-def test_a_gpu_without_memory_is_no_device() -> None:
+def test_a_gpu_with_too_little_memory_is_not_in_the_slice() -> None:
     assert make_slice("n", "u", answer(gpu(0, memory=5)), {})["spec"]["devices"] == []
 
 
-def test_a_device_keeps_its_name_whatever_index_its_gpu_has() -> None:
+def test_a_device_is_named_after_the_uuid_of_its_gpu() -> None:
     assert (
         device_name("GPU-8A3f0000-1111-2222-3333-444455556666")
         == "gpu-8a3f0000-1111-2222-3333-444455556666"
     )
 
 
-def test_a_long_node_name_yields_a_valid_name_of_a_slice() -> None:
+def test_a_long_node_name_yields_a_valid_slice_name() -> None:
     one, other = (slice_name("n." + "a" * 250 + end) for end in "xy")
     assert len(one) <= 253
     assert one != other

@@ -1,4 +1,4 @@
-"""Tests that the hook's hand-written checks of strings accept what these regular expressions accept."""
+"""The hook's hand-written checks accept exactly what these regular expressions match."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("what", ASKED)
-def test_each_check_accepts_what_its_pattern_matches(what: str) -> None:
+def test_each_check_accepts_exactly_what_its_pattern_matches(what: str) -> None:
     pattern, fits = ASKED[what]
     compiled = re.compile(pattern)
 
@@ -86,7 +86,7 @@ def test_each_check_accepts_what_its_pattern_matches(what: str) -> None:
 
 @given(st.lists(TEXTS, max_size=3))
 @example(["\ud83d", "\ude00"])
-def test_names_are_checked_together_as_they_are_one_by_one(names: list[str]) -> None:
+def test_a_list_of_names_is_valid_exactly_if_each_name_is(names: list[str]) -> None:
     pattern = re.compile(NAME)
     each = all(pattern.fullmatch(name) for name in names)
     try:
@@ -108,7 +108,7 @@ WORDS = st.sampled_from(
 @given(st.lists(WORDS, max_size=14).map(b"".join), st.booleans())
 @example(b"Kernel Module\n\n\n\n5.1 ", False)
 @example(b"Kernel Module for Kernel Module 5.1 ", False)
-def test_the_kernel_module_s_version_is_found(text: bytes, begun: bool) -> None:  # noqa: FBT001
+def test_the_kernel_modules_version_is_found(text: bytes, begun: bool) -> None:  # noqa: FBT001
     said = b"Kernel Module " + text if begun else text
     match = KERNEL_VERSION.search(said)
     assert manifest.find_version(said) == (match[1].decode() if match else None)

@@ -53,7 +53,7 @@ def test_each_library_needs_only_the_original_and_the_c_library(elf: ELFFile, na
     # The original comes first, because a name that the library does not define is looked up there
     # before anywhere else.
     assert needed[0] == LIBRARIES[name][1]
-    # Thread-local storage takes __tls_get_addr from the loader, which is in every process.
+    # Thread-local storage needs __tls_get_addr of the loader, which is in every process.
     assert set(needed[1:]) - {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"} == {"libc.so.6"}
     assert [tag.soname for tag in tags if tag.entry.d_tag == "DT_SONAME"] == [name]
     assert [tag.runpath for tag in tags if tag.entry.d_tag == "DT_RUNPATH"] == ["$ORIGIN/origin"]
@@ -82,11 +82,11 @@ IMPORTS = {
     "libnvidia-ml.so.1": {"dlopen", "dlsym", "strncmp"},
 }  # fmt: skip
 # On aarch64, gcc's atomic operations check once, at load time, whether the processor has
-# instructions for them (-moutline-atomics), and gcc copies a structure by a call.
+# instructions for them (-moutline-atomics), and gcc calls memcpy to copy a structure.
 ALSO_AARCH64 = {"__getauxval", "memcpy"}
 
 
-def test_no_function_of_the_c_library_sets_errno_or_ends_a_cancelled_thread(
+def test_the_library_imports_no_function_that_sets_errno_or_ends_a_cancelled_thread(
     elf: ELFFile, name: str
 ) -> None:
     """System calls are made directly, not by the C library's wrappers.
@@ -196,7 +196,7 @@ GRANT = {"grant_header", "grant_device"}
 LEDGER = {"ledger_header", "ledger_device"}
 READ_BY = {
     "libcuda.so.1": GRANT | LEDGER | {"ledger_slot"},
-    "libtidegate-arbiter.so": GRANT | LEDGER,  # this program reads only a slot's device parts
+    "libtidegate-arbiter.so": GRANT | LEDGER,  # the arbiter reads only the device parts of a slot
     "libnvidia-ml.so.1": GRANT | {"usage_header", "usage_entry"},
 }
 
@@ -206,7 +206,7 @@ def test_every_structure_is_read_by_some_library() -> None:
 
 
 @pytest.mark.parametrize("library", READ_BY)
-def test_the_code_has_the_layout_of_the_description(build_dir: Path, library: str) -> None:
+def test_the_built_structures_have_the_described_layout(build_dir: Path, library: str) -> None:
     built = structures(build_dir / "libcontrol" / library)
     for described in layout.STRUCTS:
         if described.name not in READ_BY[library]:

@@ -226,7 +226,7 @@ def _share(
         )
     parameters = of_request(config, request, str(reference))
     limit = compute if parameters.compute_limit is None else parameters.compute_limit
-    # Elastic means up to 100 %, so only an explicit limit can be below the share.
+    # `strict: false` stands for 100 %, so only an explicit computeLimit can be below the share.
     if limit < compute:
         raise ClaimError(
             f"{reference}, request {request}: computeLimit is {limit} %,"

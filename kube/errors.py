@@ -29,7 +29,7 @@ class ClusterError(TidegateError):
 
 
 class GateError(TidegateError):
-    """The cluster cannot share devices: it drops the fields that sharing needs."""
+    """The cluster cannot share devices: its API server drops the fields that sharing needs."""
 
     code: ClassVar[str] = "gate"
     status: ClassVar[int] = 78  # EX_CONFIG

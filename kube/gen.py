@@ -1,7 +1,7 @@
 """Generates kube/api/ from kube/protos/: `python -m kube.gen`; `--check` only compares.
 
-The generated code is in the repository, so that a node needs no compiler. It requires versions of
-grpcio and protobuf that are not older than those that generated it (requirements-kubernetes.lock).
+The generated code is in the repository, so that a node needs no compiler. It requires grpcio and
+protobuf in the versions that generated it, or newer ones (requirements-kubernetes.lock).
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Client:
     ) -> Grant:
         """Ask the governor to admit a container; the admission's `directory` exists afterwards.
 
-        If the governor ends before it answers, it has admitted nothing, and the next one is asked.
+        If the governor ends before it answers, it has admitted nothing, and its successor is asked.
         """
         lost_at: float | None = None
         while True:

@@ -22,11 +22,11 @@ CLASSES = ("throughput", "latency")
 STRATEGIES = ("auto", "timeslice", "mps", "passthrough")
 ALL_CAPABILITIES = "all"
 DEFAULT_CAPABILITIES = ("compute", "utility")
-ANNOTATIONS_LIMIT = 32 << 10  # bytes; half of a line's limit in the governor's protocol
+ANNOTATIONS_LIMIT = 32 << 10  # bytes; half of the longest line in the governor's protocol
 
 MEMORY_DIGITS = {"": 15, "Ki": 12, "Mi": 9, "Gi": 6, "Ti": 3}  # every quantity is below 2^50 bytes
 GPUS = 64
-UUID = [8, 4, 4, 4, 12]  # numbers of digits between the dashes
+UUID = [8, 4, 4, 4, 12]  # number of digits in each group
 
 
 class Request(NamedTuple):
@@ -187,7 +187,7 @@ def parse_annotations(annotations: dict[str, str]) -> Request:
 
 
 def check_request(request: Request, annotations: dict[str, str]) -> None:
-    """Refuse combinations of valid annotations that JSON Schema cannot express."""
+    """Refuse valid annotations that are invalid together, which JSON Schema cannot express."""
     if request.compute and request.compute_limit and request.compute_limit < request.compute:
         raise AnnotationError(
             f"annotation {PREFIX}compute-limit is {request.compute_limit}, below {PREFIX}compute,"

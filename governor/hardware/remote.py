@@ -42,7 +42,7 @@ class RemoteHeld(NamedTuple):
 
 
 class RemoteHardware:
-    """One GPU that the service at a socket steers; methods raise OSError if it cannot."""
+    """One GPU, steered by the service at a socket; methods raise OSError if the service cannot."""
 
     def __init__(self, uuid: str, path: str = SOCKET) -> None:
         self._channel, self._searches = _open(uuid, path)
@@ -73,7 +73,7 @@ class RemoteHardware:
             self._channel.ask({"switch": [one.data for one in held], "on": on})
 
     def set_slice(self, held: RemoteHeld, ns: int) -> None:
-        """Set the time slice of each channel group."""
+        """Set the time slice, in ns, of each of the process's channel groups."""
         self._channel.ask({"slice": held.data, "ns": ns})
 
     def tokens(self, held: Sequence[RemoteHeld]) -> list[Any]:
@@ -81,7 +81,10 @@ class RemoteHardware:
         return [one.data for one in held]
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return how long each process was on the GPU since the last call, by pid."""
+        """Return how long each process was on the GPU since the last call, in ns by pid.
+
+        Also update `n_lost`, `returned_ns`, `early_turns` and `full_turns` (`steering.Hardware`).
+        """
         answer = self._channel.ask({"used": True})
         self.n_lost = int(answer["lost"])
         self.returned_ns = dict(answer["returned"])

@@ -1,4 +1,4 @@
-"""Set up Podman: install hooks by oci-hooks(5), the files of packaging/hooks.d.
+"""Set up Podman: install the files of packaging/hooks.d, hooks in the format of oci-hooks(5).
 
 The hooks are in a separate directory. A drop-in of containers.conf adds it to the directories that
 Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
@@ -165,7 +165,8 @@ def _drop_in(
             return None, now
         names = list(base.directories)
         if asked is not None:
-            # An unknown file may add to the drop-in, or override it.
+            # Podman may also read a file that setup does not know. It may add to the list of the
+            # drop-in, or replace it.
             names = [d for d in names if d in asked]
             names += [d for d in asked if d not in {*now, *left, directory}]
         names = list(dict.fromkeys([*names, directory]))
@@ -192,14 +193,14 @@ def _drop_in(
 
 @dataclass(frozen=True)
 class _HooksDir:
-    """The value of hooks_dir after some files, and the last of them that sets it."""
+    """The value of hooks_dir after reading some files, and the last of these that sets it."""
 
     directories: tuple[str, ...] = DEFAULT
     by: str | None = None
-    append: bool = False  # if a file sets it, that file and later ones add to the list
+    append: bool = False  # set by a file: that file and later ones add to the list
 
     def then(self, value: list[Any], by: str) -> _HooksDir:
-        """Return the value after one more file."""
+        """Return the value after reading one more file, `by`, which sets it to `value`."""
         attributes = [v["append"] for v in value if isinstance(v, dict) and "append" in v]
         append = bool(attributes[-1]) if attributes else self.append
         names = tuple(v.rstrip("/") for v in value if isinstance(v, str))
@@ -207,7 +208,7 @@ class _HooksDir:
 
 
 def _read(root: Root, paths: Iterable[str], base: _HooksDir | None = None) -> _HooksDir:
-    """Return the value of hooks_dir after these files."""
+    """Return the value of hooks_dir after reading these files."""
     found = base or _HooksDir()
     for path in paths:
         value = table(read_toml(root, path), "engine").get("hooks_dir")
@@ -233,7 +234,7 @@ def _sources(root: Root) -> tuple[list[str], list[str]]:
 
 
 def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
-    """Refuse if Podman would also run the hook because of a file of another origin."""
+    """Raise SetupError if a file that setup did not write makes Podman run the hook as well."""
     for directory in found:
         for name in root.names(directory):
             path = f"{directory}/{name}"

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; the first fault is the command's error."""
+    """Print the report; then raise MirrorError for the first fault, if there is one."""
     from vdriver.verify import find_generation, verify
 
     generation = find_generation(args.driver_dir, args.generation)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_document(report), indent=1))
     else:
         print("\n".join(_lines(report)))
-    sys.stdout.flush()  # the error's line comes after it
+    sys.stdout.flush()  # the error line has to follow the report
     report.require_intact()
     return 0
 

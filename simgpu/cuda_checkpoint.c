@@ -6,7 +6,7 @@
  * count as being on the device. Their contents are in the process's own memory all the time.
  *
  * A command that waits for a word in the process's memory completes only in a call of that process,
- * so a process with such a command cannot be locked. A real GPU sees the store by itself.
+ * so a process with such a command cannot be locked. A real GPU sees the store without such a call.
  */
 #include "driver.h"
 
@@ -100,8 +100,8 @@ static bool checkpoint(struct device *device, uint32_t slot)
     return true;
 }
 
-/* Bring an attachment back, if there is room. Its contexts have new channels, which are switched
- * on and have the device's slice. */
+/* Bring an attachment back, if there is room. Its contexts get new channels, which are
+ * switched on and have the device's slice. */
 static bool restore(struct device *device, uint32_t slot)
 {
     struct gpu *gpu = device->gpu;
@@ -120,7 +120,7 @@ static bool restore(struct device *device, uint32_t slot)
     return true;
 }
 
-/* Is no thread of the process in a call, and is all its work done? */
+/* Returns whether no thread of the process is in a call and all its work is done. */
 static bool is_at_rest(struct device *device, uint32_t slot)
 {
     const struct gpu *gpu = device->gpu;
@@ -166,7 +166,7 @@ ENTRY(cuCheckpointProcessGetState, int pid, CUprocessState *statep)
     return driver_leave(find_state(pid, statep));
 }
 
-/* Lock a process, and wait until its work is done. After a timeout it is left running. */
+/* Lock a process, and wait until its work is done. After a timeout, unlock it. */
 ENTRY(cuCheckpointProcessLock, int pid, CUcheckpointLockArgs *args)
 {
     static const struct timespec nap = {.tv_nsec = NAP};

@@ -1,7 +1,7 @@
 /*
  * The table of the library's functions
  *
- * It is separate from their definitions, because here they are addresses without types.
+ * It is separate from their definitions, because it declares all of them with the same type.
  */
 #include <stdint.h>
 #include <string.h>
@@ -196,7 +196,7 @@ static const struct row {
 } rows[] = {FUNCTIONS(ROW, ROW_PTSZ, ROW_PTDS)};
 
 /**
- * newest() - the newest function of that base name that a program built for `version` may call
+ * newest() - find the newest function of a base name that a program built for `version` may call
  *
  * A name with a version suffix is not a base name and is not found, as in the driver.
  */

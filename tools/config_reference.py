@@ -96,7 +96,7 @@ def accepted(name: str, option: dict[str, Any]) -> str:
 
 
 def shown(name: str, value: object, option: dict[str, Any]) -> str:
-    """Return a default as it would be written."""
+    """Return a default as the table shows it."""
     if name in DEPENDS:
         return DEPENDS[name]
     if value is None or value == {}:

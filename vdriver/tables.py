@@ -24,7 +24,10 @@ COMPAT32 = "compat32"  # the capability for 32-bit libraries, whatever they are 
 
 @dataclass(frozen=True)
 class PlaceRule:
-    """Files for fixed directories: their directories on a host and in a container."""
+    """Files that programs look for in fixed directories, on a host and in a container.
+
+    The fields are explained above the first [[place]] of libraries.toml.
+    """
 
     name: str
     capability: str
@@ -84,7 +87,7 @@ class Tables:
         return self.libraries.get(stem(file_name), UNKNOWN)
 
     def is_companion(self, file_name: str) -> bool:
-        """Return whether a driver file of this name has a version other than the driver's."""
+        """Return whether the name of a driver file has a version other than the driver's."""
         return any(fits(file_name, p) for p in self.companions)
 
     def is_optional(self, file_name: str) -> bool:
@@ -115,8 +118,8 @@ class Tables:
 def fits(name: str, pattern: str) -> bool:
     """Return whether a file name matches a shell pattern.
 
-    Few names match, and the text before the star decides most cases. Compiling a regular
-    expression takes longer than going through a whole directory.
+    Few names match, so the text before the star is compared first. Compiling a regular expression
+    takes longer than this comparison does for all names of a directory.
     """
     head, star, _ = pattern.partition("*")
     return name.startswith(head) and fnmatchcase(name, pattern) if star else name == pattern
@@ -129,7 +132,7 @@ def stem(file_name: str) -> str:
 
 @functools.cache
 def read_tables(path: Path = FILE) -> Tables:
-    """Read the file; DriverError describes the first fault in one line."""
+    """Read the file, or raise DriverError with a one-line description of the first fault."""
     try:
         return parse_tables(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as e:  # ValueError: not UTF-8, or not TOML
@@ -140,7 +143,7 @@ def read_tables(path: Path = FILE) -> Tables:
 def parse_tables(data: Mapping[str, Any]) -> Tables:
     """Return the tables in a document in the format of `libraries.toml`.
 
-    DriverError names the first key that is missing or has a value of the wrong type.
+    Raise DriverError for the first key that is missing or has a value of the wrong type.
     """
     document = _Table("", data)
     libraries: dict[str, str] = {}
@@ -195,10 +198,10 @@ def _place(place: _Table) -> PlaceRule:
 
 
 class _Table:
-    """A table of the document; a missing key or a value of the wrong type is a DriverError."""
+    """A table of the document; a missing key or a value of the wrong type raises DriverError."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
-        self.name = name  # as the file writes it: [wsl], [[place]] number 3
+        self.name = name  # as written in the file: [wsl], [[place]] number 3
         self.content = content
 
     def text(self, key: str) -> str:

@@ -226,7 +226,7 @@ def _share(
         )
     parameters = of_request(config, request, str(reference))
     limit = compute if parameters.compute_limit is None else parameters.compute_limit
-    # `strict: false` stands for 100 %, so only an explicit computeLimit can be below the share.
+    # Without a computeLimit, `strict: false` means 100 %, so only a computeLimit can be too small.
     if limit < compute:
         raise ClaimError(
             f"{reference}, request {request}: computeLimit is {limit} %,"

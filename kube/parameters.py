@@ -1,7 +1,8 @@
 """Reads the opaque parameters of a claim, which capacities cannot express.
 
 A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
-wins. `strict` and `computeLimit` count as one option: a later occurrence of either replaces both.
+wins. `strict: true` and `computeLimit` count as one option: a later occurrence of either replaces
+both. `strict: false` removes an earlier `strict: true`, and keeps an earlier `computeLimit`.
 The functions are pure.
 """
 

@@ -104,8 +104,10 @@ class Arenas:
         except OSError as e:
             raise ArenaError(f"host memory cannot be reserved: {e.strerror}") from e
         try:
-            while self._arenas.get(slot) is arena and arena.ready < size:
+            while arena.ready < size:
                 await turn()
+                if self._arenas.get(slot) is not arena:
+                    break
                 missing = layout.ARENA_PIECE + SPARE - self._available()
                 if missing > 0:
                     raise ArenaError(f"{missing} bytes of memory are short on this node")

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from mmap import mmap
 from typing import Protocol
 
@@ -155,18 +155,11 @@ class Counters:
         The current grant may turn out to have ended slightly before this reading.
         """
         new, old = gpu_time(stats, now_ns), self._time[device]
-        charged_ns = max(new.charged_ns, old.charged_ns)
+        time = GpuTime(*(max(getattr(new, f.name), getattr(old, f.name)) for f in fields(GpuTime)))
         lent = self._lent[device]
         if lent is None:
-            lent = self._lent[device] = _Lent(now_ns, charged_ns)
-        self._time[device] = GpuTime(
-            held_ns=max(new.held_ns, old.held_ns),
-            charged_ns=charged_ns,
-            lent_ns=lent.update(now_ns, charged_ns, quota),
-            handover_ns=max(new.handover_ns, old.handover_ns),
-            grants=max(new.grants, old.grants),
-            overdue=max(new.overdue, old.overdue),
-        )
+            lent = self._lent[device] = _Lent(now_ns, time.charged_ns)
+        self._time[device] = replace(time, lent_ns=lent.update(now_ns, time.charged_ns, quota))
         return self._time[device]
 
 

@@ -34,8 +34,6 @@ class UnknownFunctions:
         """Return the names that were not in the ledger before."""
         found = []
         for place in pages.read_unknown(ledger):
-            if not place[0]:
-                continue
             name = place.partition(b"\0")[0]
             if not _NAME.fullmatch(name) or len(self._names) >= MOST:
                 continue

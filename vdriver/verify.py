@@ -292,7 +292,10 @@ def _load64(path: str, libraries: _Libraries) -> Loaded:
         return Loaded(path, "failed", f"needs {missing}, which is not in the mirror")
     if libraries.manifest.machine != platform.machine():
         return Loaded(path, "not loaded", f"is for {libraries.manifest.machine}")
-    error, mapped = _dlopen(libraries, path)
+    try:
+        error, mapped = _dlopen(libraries, path)
+    except OSError as e:
+        return Loaded(path, "not loaded", f"no process can be started for it: {e.strerror}")
     foreign = [m for m in mapped if libraries.is_foreign(m)]
     if foreign:
         return Loaded(path, "failed", f"maps {foreign[0]}, which is not part of the mirror")

@@ -63,7 +63,13 @@ class RemoteHardware:
 
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[RemoteHeld]:
         """Return what a process has on the GPU; nothing if it is gone or has no context."""
-        answer = self._searches.ask({"find": pid, "thorough": thorough}, [pidfd])
+        began = time.monotonic()
+        try:
+            answer = self._searches.ask({"find": pid, "thorough": thorough}, [pidfd])
+        except OSError:
+            # What the service has spent is not known. It is at most the time that has passed.
+            self.elsewhere_s += time.monotonic() - began
+            raise
         self.elsewhere_s += float(answer["cost"])
         return [RemoteHeld(*one) for one in answer["held"]]
 

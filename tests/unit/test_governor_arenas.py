@@ -105,6 +105,18 @@ def test_a_process_that_ends_while_its_arena_grows_leaves_nothing(ledger, monkey
     os.close(passed_on)
 
 
+def test_a_process_that_ends_while_others_have_the_turn_gets_nothing(ledger, monkeypatch) -> None:
+    arenas = Arenas(ledger)
+    arenas.open(0)
+
+    async def end() -> None:
+        arenas.close(0)
+
+    monkeypatch.setattr(module.os, "posix_fallocate", lambda *_: pytest.fail("it was allocated"))
+    asyncio.run(arenas.grow(0, PIECE, end))
+    assert arenas.total == 0
+
+
 def test_a_process_without_an_arena_gets_none(ledger) -> None:
     arenas = Arenas(ledger)
     asyncio.run(arenas.grow(5, PIECE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -388,6 +389,20 @@ def test_a_need_for_a_newer_c_library_is_not_a_failure(tmp_path, control):
         "not loaded",
         "needs GLIBC_9.99, which the host's libm.so.6 lacks",
     )
+
+
+def test_a_machine_without_room_for_a_process_is_not_taken_for_a_locked_generation(
+    generation, monkeypatch, capsys
+):
+    def run_out(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(verify.subprocess, "run", run_out)
+    run(generation)
+    printed = "".join(capsys.readouterr())
+    assert "not loaded" in printed
+    assert "no process can be started for it: Resource temporarily unavailable" in printed
+    assert "locked" not in printed
 
 
 def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):

@@ -6,6 +6,7 @@
  *   parking_blocks.c  the blocks that can be moved
  *   parking_table.c   the table of these blocks
  *   parking_move.c    a thread that moves them
+ *   parking_copy.c    the copies of their contents
  *   parking_ipc.c     CUDA IPC of such blocks
  *
  * Such a block is a physical allocation of its own (cuMemCreate) that is mapped at addresses which
@@ -223,6 +224,27 @@ bool parking_ipc_knows(const CUipcMemHandle *handle);
 CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *handle, unsigned int flags);
 bool parking_ipc_close(CUdeviceptr address, CUresult *resultp);
 void parking_ipc_after_fork(void);
+
+/* ---- parking_copy.c ---- */
+
+/* How a move ended. */
+enum parking_moved {
+    PARKING_MOVED,
+    PARKING_MOVED_BACK,  /* nothing has changed, and it may be tried again */
+    PARKING_MOVED_PART,  /* some blocks are parked, and others are not */
+    PARKING_MOVE_FAILED, /* the driver returned an error that would occur again */
+};
+
+/*
+ * These move all blocks, in a stream of the current context, for the thread that moves them.
+ *
+ * parking_move_out() moves them to the host. If one cannot be moved, those before it are moved
+ * back. Once `*hurryp` is 1, it waits for no other process. parking_move_in() moves those that are
+ * parked to the GPU. If one cannot be moved, all of these are parked again: their contents in host
+ * memory are still valid.
+ */
+enum parking_moved parking_move_out(CUstream stream, const uint32_t *hurryp);
+enum parking_moved parking_move_in(CUstream stream);
 
 /* ---- parking_move.c ---- */
 

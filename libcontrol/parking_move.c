@@ -2,10 +2,8 @@
  * A thread that parks the memory of this process in host memory and moves it back, by order of the
  * governor; see parking.h.
  *
- * The copies are made by the GPU's copy engines from and to pinned memory, at the speed of the bus.
- * Memory is released block by block, so another container can come while this one leaves. A move
- * to the GPU that fails changes nothing: all blocks are parked again. Of each block, the copy that
- * was valid is only given up when the other one is complete.
+ * Memory is released block by block, so another container can come while this one leaves
+ * (parking_copy.c). A move to the GPU that fails changes nothing: all blocks are parked again.
  */
 #include "parking.h"
 
@@ -18,7 +16,6 @@
 #define MOVE_FIRST_NS (NS_PER_S)        /* time in which calls and work have to end, at first */
 #define MOVE_LAST_NS  (64 * NS_PER_S)   /* and at most: it doubles with each attempt */
 #define MOVE_RUN_NS   (50 * NS_PER_MS)  /* time for which they go on between two attempts */
-#define MOVE_ROOM_NS  (5 * NS_PER_S)    /* longest wait for room on the GPU within an attempt */
 #define MOVE_RETRY_NS (100 * NS_PER_MS) /* between attempts to move memory back */
 #define MOVE_REST_NS  (500 * NS_PER_MS) /* longest sleep without an order */
 #define MOVE_NAP_NS   (100 * NS_PER_US)
@@ -166,130 +163,11 @@ static bool prepare(void)
 
 /* ---- moves ---- */
 
-static CUresult copy_block(const struct parking_block *block, bool out, CUstream stream)
-{
-    CUresult result = CUDA_SUCCESS;
-
-    for (uint64_t at = 0; result == CUDA_SUCCESS && at < block->size;) {
-        uint64_t place = block->offset + at;
-        uint64_t n = LAYOUT_ARENA_PIECE - place % LAYOUT_ARENA_PIECE;
-        char *host = pages_now.arena + place;
-
-        n = n < block->size - at ? n : block->size - at;
-        result = out ? driver->cuMemcpyDtoHAsync(host, block->base + at, n, stream)
-                     : driver->cuMemcpyHtoDAsync(block->base + at, host, n, stream);
-        at += n;
-    }
-    return result;
-}
-
-/* Notes that the charge for a block is now for memory that NVML attributes to no process or, if not
- * `parked`, for memory that is about to be on the GPU. The quota counts it in both cases. A sample
- * that is taken during this and the move finds that memory is moving. */
-static void charge_as(uint64_t size, bool parked)
-{
-    account_hide(0, size, parked);
-}
-
-/* Copies a block to the host and releases its memory. */
-static bool block_out(struct parking_block *block, CUstream stream)
-{
-    if (copy_block(block, true, stream) != CUDA_SUCCESS ||
-        driver->cuStreamSynchronize(stream) != CUDA_SUCCESS)
-        return false;
-    parking_unmap(block);
-    charge_as(block->size, true);
-    return true;
-}
-
-/* How a move ended. */
-enum moved {
-    MOVED,
-    MOVED_BACK,  /* nothing has changed, and it may be tried again */
-    MOVED_PART,  /* some blocks are parked, and others are not */
-    MOVE_FAILED, /* the driver answered with an error that a further attempt would meet as well */
-};
-
-/* Maps memory for a block on the GPU, and begins to copy its contents there. Other containers may
- * be making room for it, so CUDA_ERROR_OUT_OF_MEMORY is retried until `ends`, or until a
- * `revocable` order is revoked. */
-static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t ends,
-                         bool revocable)
-{
-    CUresult result;
-
-    charge_as(block->size, false);
-    while ((result = parking_map(block)) == CUDA_ERROR_OUT_OF_MEMORY && os_now() < ends &&
-           !(revocable && parking_must_leave()))
-        os_sleep(MOVE_NAP_NS);
-    if (result == CUDA_SUCCESS) {
-        result = copy_block(block, false, stream);
-        if (result == CUDA_SUCCESS)
-            return result;
-        driver->cuStreamSynchronize(stream); /* a part of the contents may be under way */
-        parking_unmap(block);
-    }
-    charge_as(block->size, true);
-    return result;
-}
-
-/* Moves all blocks to the host, one after the other. If one cannot be moved, those before it are
- * moved back. */
-static enum moved blocks_out(CUstream stream)
-{
-    enum moved moved = MOVED;
-    struct parking_block *blocks;
-    size_t n, i;
-
-    blocks = parking_blocks(&n);
-    for (i = 0; i < n && moved == MOVED; i++)
-        if (!blocks[i].fixed && !block_out(&blocks[i], stream))
-            moved = MOVED_BACK;
-    for (i = 0; moved != MOVED && i < n; i++)
-        if (!blocks[i].handle &&
-            block_in(&blocks[i], stream, os_now() + MOVE_ROOM_NS, false) != CUDA_SUCCESS)
-            moved = MOVED_PART;
-    if (moved != MOVED)
-        driver->cuStreamSynchronize(stream);
-    return moved;
-}
-
-/* Moves all blocks that are parked to the GPU. If one cannot be moved, all of these are parked
- * again: their contents in host memory are still valid. */
-static enum moved blocks_in(CUstream stream)
-{
-    uint64_t ends = os_now() + MOVE_ROOM_NS;
-    struct parking_block *blocks;
-    CUresult result = CUDA_SUCCESS, synchronized;
-    size_t n, i;
-
-    blocks = parking_blocks(&n);
-    for (i = 0; i < n && result == CUDA_SUCCESS; i++) {
-        if (blocks[i].handle)
-            continue;
-        result = block_in(&blocks[i], stream, ends, true);
-        blocks[i].arriving = result == CUDA_SUCCESS;
-    }
-    synchronized = driver->cuStreamSynchronize(stream);
-    if (result == CUDA_SUCCESS)
-        result = synchronized;
-    for (i = 0; i < n; i++) {
-        if (blocks[i].arriving && result != CUDA_SUCCESS) {
-            parking_unmap(&blocks[i]);
-            charge_as(blocks[i].size, true);
-        }
-        blocks[i].arriving = false;
-    }
-    return result == CUDA_SUCCESS               ? MOVED
-           : result == CUDA_ERROR_OUT_OF_MEMORY ? MOVED_BACK
-                                                : MOVE_FAILED;
-}
-
-static enum moved move_all(bool out)
+static enum parking_moved move_all(bool out)
 {
     uint64_t size = parking_bytes(), began = os_now();
     CUcontext ctx = push_context();
-    enum moved moved = size ? MOVE_FAILED : MOVED;
+    enum parking_moved moved = size ? PARKING_MOVE_FAILED : PARKING_MOVED;
     CUstream stream;
     CUresult result;
 
@@ -297,17 +175,17 @@ static enum moved move_all(bool out)
         result = driver->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
         if (result == CUDA_SUCCESS) {
             account_moves(0, size, false);
-            moved = out ? blocks_out(stream) : blocks_in(stream);
+            moved = out ? parking_move_out(stream, &ending) : parking_move_in(stream);
             account_landed(0, size, false);
             driver->cuStreamDestroy(stream);
         } else if (result == CUDA_ERROR_OUT_OF_MEMORY || out) {
-            moved = MOVED_BACK;
+            moved = PARKING_MOVED_BACK;
         }
         driver->cuCtxPopCurrent(&ctx);
     } else if (out && size) {
-        moved = MOVED_BACK;
+        moved = PARKING_MOVED_BACK;
     }
-    if (moved == MOVED)
+    if (moved == PARKING_MOVED)
         parking_count(size, os_now() - began);
     return moved;
 }
@@ -383,7 +261,7 @@ static uint64_t place_all(void)
 static bool move_out(void)
 {
     static bool logged;
-    enum moved moved = MOVED_BACK;
+    enum parking_moved moved = PARKING_MOVED_BACK;
 
     /* A governor that does not run would not order the memory back. */
     if (gate_lost(os_now()) || !prepare() || !close_memory())
@@ -394,19 +272,19 @@ static bool move_out(void)
     if (place_all() <= arena_pinned) {
         moved = move_all(true);
         /* If the context has failed, the program's calls return its error. */
-        if (moved != MOVED)
+        if (moved != PARKING_MOVED)
             move_log(&logged, "memory cannot be parked: a copy failed");
     }
     /* What has left and did not come back is moved back when the governor allows it. */
-    parking_turn(PARKING_OUT, moved == MOVED_BACK ? PARKING_RESIDENT : PARKING_PARKED);
+    parking_turn(PARKING_OUT, moved == PARKING_MOVED_BACK ? PARKING_RESIDENT : PARKING_PARKED);
     report();
-    return moved != MOVED_BACK;
+    return moved != PARKING_MOVED_BACK;
 }
 
 static bool move_in(void)
 {
     static bool logged, logged_calls;
-    enum moved moved;
+    enum parking_moved moved;
 
     parking_turn(PARKING_PARKED, PARKING_IN);
     if (!parking_settle()) {
@@ -418,18 +296,18 @@ static bool move_in(void)
     report();
     parking_reap(true);
     moved = move_all(false);
-    if (moved == MOVED_BACK)
+    if (moved == PARKING_MOVED_BACK)
         move_log(&logged, "parked memory cannot be moved back to the GPU: the driver has no room "
                           "for it; this is tried again");
     /* The program's calls then return the driver's error. */
-    if (moved == MOVE_FAILED) {
+    if (moved == PARKING_MOVE_FAILED) {
         given_up = true;
         control_log("parked memory cannot be moved back to the GPU: the driver returns an "
                     "error, and so will the program's next calls");
     }
-    parking_turn(PARKING_IN, moved == MOVED_BACK ? PARKING_PARKED : PARKING_RESIDENT);
+    parking_turn(PARKING_IN, moved == PARKING_MOVED_BACK ? PARKING_PARKED : PARKING_RESIDENT);
     report();
-    return moved != MOVED_BACK;
+    return moved != PARKING_MOVED_BACK;
 }
 
 /* Does what the governor orders. Returns how long to wait for the next order, in ns. */

@@ -581,11 +581,26 @@ LEAVE_SHIM = """
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
 
 static int n_calls[256];
+
+/* Of the GPU's memory, none is free; or, by FREE, all is, it falls, or it cannot be queried. */
+int cuMemGetInfo_v2(size_t *free_bytes, size_t *total);
+int cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
+{
+    static size_t taken;
+    const char *mode = getenv("FREE");
+
+    *total = 100ul << 30;
+    *free_bytes = mode ? *total : 0;
+    if (mode && !strcmp(mode, "falls"))
+        *free_bytes -= taken += 1ul << 20;
+    return mode && !strcmp(mode, "fails") ? 999 : 0;
+}
 
 /* Writes a letter to the log, and tells whether this call of its kind is to fail. */
 static int fails(char letter)
@@ -657,6 +672,77 @@ def test_memory_is_released_after_its_copy(leaving: tuple[ParkingNode, Agent]) -
     node.park(agent)
     assert calls_of(agent) == 5 * "csu"
     assert agent.seen == CONTEXT
+
+
+def test_memory_that_no_process_needs_is_released_at_the_end(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """The GPU has much free memory, and no other process takes any of it."""
+    node, agent = leaving
+    agent.run("os.environ['FREE'] = 'all'")
+    node.park(agent)
+    assert calls_of(agent) == 5 * "cs" + 5 * "u"
+    assert agent.seen == CONTEXT
+
+
+def test_memory_is_kept_while_others_take_free_memory(leaving: tuple[ParkingNode, Agent]) -> None:
+    """It is released once they take no more, although there is enough."""
+    node, agent = leaving
+    agent.run("os.environ['FREE'] = 'falls'")
+    node.order(resident=False)
+    until(lambda: calls_of(agent) == 5 * "cs")
+    time.sleep(0.2)
+    assert calls_of(agent) == 5 * "cs"
+    agent.run("os.environ['FREE'] = 'all'")
+    until(lambda: node.report(agent, "residency") == PARKED)
+    assert calls_of(agent) == 5 * "cs" + 5 * "u"
+    assert agent.seen == CONTEXT
+
+
+def test_memory_does_not_stay_for_as_long_as_others_take_free_memory(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """They never stop."""
+    node, agent = leaving
+    agent.run("os.environ['FREE'] = 'falls'")
+    node.park(agent)
+    assert agent.seen == CONTEXT
+
+
+def test_kept_memory_is_released_as_soon_as_it_may_return(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """The order is revoked while the blocks are on both sides."""
+    node, agent = leaving
+    agent.run("os.environ['FREE'] = 'falls'")
+    node.order(resident=False)
+    until(lambda: calls_of(agent) == 5 * "cs")
+    node.unpark(agent)
+    assert agent.run("[holds(block, 6 << 20, i) for i, block in enumerate(blocks)]") == [True] * 5
+    assert agent.seen == CONTEXT + 30 * MIB
+    assert agent.charged == 30 * MIB
+
+
+def test_memory_is_released_at_once_where_free_memory_cannot_be_queried(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """The driver returns an error."""
+    node, agent = leaving
+    agent.run("os.environ['FREE'] = 'fails'")
+    node.park(agent)
+    assert calls_of(agent) == 5 * "csu"
+
+
+def test_a_copy_that_fails_leaves_memory_that_was_kept_where_it_is(
+    leaving: tuple[ParkingNode, Agent],
+) -> None:
+    """No block was released before the last copy failed; the second attempt succeeds."""
+    node, agent = leaving
+    agent.run("os.environ.update(FREE='all', FAILING='c5')")
+    node.park(agent)
+    assert calls_of(agent) == 4 * "cs" + "cs" + 5 * "cs" + 5 * "u"
+    node.unpark(agent)
+    assert agent.run("[holds(block, 6 << 20, i) for i, block in enumerate(blocks)]") == [True] * 5
 
 
 @pytest.mark.parametrize("failing", ["c1", "c3", "c5", "s1", "s3", "s5"])

@@ -27,6 +27,7 @@ MEMORY_NS = 1_000_000_000
 If a process frees memory and another allocates it, one sample may show both. Memory that the driver
 took is charged within a quarter of a second, and then allocations are refused."""
 MEMORY_LOOKS = 4
+"""Minimum number of such samples."""
 MEMORY_SUM_NS = 1_000_000_000
 """The excess memory is summed up as bytes times time, even if samples in between show no excess. It
 is a violation when the sum reaches the allowed memory times this time."""
@@ -35,12 +36,13 @@ UNREGISTERED_NS = 500_000_000
 """Time for which a process has to compute without having registered. A new process registers before
 it has a context, and one that has ended may still be listed."""
 UNREGISTERED_LOOKS = 2
+"""Minimum number of samples that show such a process."""
 UNREGISTERED_SUM_NS = 500_000_000
 """The same time as a sum over short-lived processes, even if samples in between show none."""
 SUM_LOOKS = 3
 """Minimum number of samples in a sum."""
 SAMPLE_NS = 250_000_000
-"""Longest time before a sample for which the sample counts."""
+"""Maximum time for which one sample counts in a sum."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
 wrong, because NVML's list comes from one call. If it is, the error is at most the allowed memory,
@@ -67,7 +69,7 @@ LATE_NS = 750_000_000
 itself its share while the governor does not respond (`on_governor_loss`)."""
 
 MAX_ELSEWHERE = 32
-"""Maximum number of a container's processes on GPUs not granted to it that are reported."""
+"""Maximum number of reported processes of a container on GPUs that were not granted to it."""
 MAX_EPISODES = 32
 """Number of violations of a container that are kept; ongoing ones are always kept."""
 
@@ -112,8 +114,8 @@ class Facts:
 class Episode:
     """A violation from its beginning to its end: what was found, and what was allowed.
 
-    These are bytes for memory, bytes and 0 for an unregistered process, percent of the GPU and 0
-    for compute. Times are seconds since 1970.
+    `found` and `allowed` are in bytes for memory, in bytes and 0 for an unregistered process, and
+    in percent of the GPU and 0 for compute. Times are seconds since 1970.
     """
 
     kind: str
@@ -200,7 +202,7 @@ class Findings:
 
 
 class _Lasting:
-    """A condition with hysteresis: it must hold for some time, and be absent for some time."""
+    """A condition with hysteresis: it begins or ends after it held or was absent for some time."""
 
     def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
         self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns
@@ -210,7 +212,7 @@ class _Lasting:
         self.lasts = False
 
     def observe(self, now_ns: int, *, is_so: bool) -> bool:
-        """Return whether the condition lasts, after a sample in which it holds or not."""
+        """Return whether the condition lasts; `is_so` is whether it holds in this sample."""
         if is_so:
             self._since = now_ns if self._since is None else self._since
             self._times += 1
@@ -239,8 +241,8 @@ class _Sum:
         """Return whether the condition lasts; `rate`, which fills the bucket, is 0 if it is absent.
 
         It lasts from the sample with which the bucket is full until the condition has been absent
-        for `end_ns`. It then begins again once the bucket is full again, from which it has only
-        leaked in the meantime.
+        for `end_ns`. The bucket is not emptied then, but only leaks, and the condition begins again
+        once the bucket is full again.
         """
         passed = 0 if self._looked is None else min(now_ns - self._looked, SAMPLE_NS)
         self._looked = now_ns
@@ -378,6 +380,5 @@ def next_freeze(last_s: float | None) -> float:
 
 
 WATCH_S = 2.5
-"""Time for which a thawed container is watched, in seconds: any violation shows again within this
-time.
-"""
+"""Time for which a thawed container is watched, in seconds. Any violation shows again within this
+time."""

@@ -48,7 +48,7 @@ class Result:
 
     @property
     def lost(self) -> int:
-        """Number of notes about things that were not carried over."""
+        """Number of notes about settings that were not carried over."""
         return sum(note.level == "lost" for note in self.notes)
 
     def json(self) -> str:
@@ -191,7 +191,7 @@ def _leftovers(
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the key of each GPU resource that was not converted.
 
-    What is in `left` stays unchanged on purpose, and is not searched.
+    The parts whose identities are in `left` stay unchanged on purpose, and are not searched.
     """
     if isinstance(value, dict) and id(value) not in left:
         for key, inner in value.items():

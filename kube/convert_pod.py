@@ -23,7 +23,8 @@ MAX_MIB = 1 << 24
 mistake, because the resource is counted in MiB."""
 
 SHARE = 10
-"""Guarantee in percent of a pod without gpucores: HAMi splits a GPU among ten by default."""
+"""Guarantee in percent of a pod without gpucores. By default, HAMi lets ten containers share a
+GPU."""
 
 HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
 HAMI_RESOURCES = tuple(f"nvidia.com/{name}" for name in HAMI)
@@ -216,7 +217,7 @@ class ConvertedPod:
         resources = mapping(container.get("resources"))
         parts = [(part, mapping(resources.get(part))) for part in ("requests", "limits")]
         found: dict[str, int] = {}
-        for _, asked in parts:  # the limits come last, and win
+        for _, asked in parts:  # the limits come last, and take precedence
             for key in RESOURCES:
                 if key in asked:
                     number = _whole_number(asked[key])

@@ -124,9 +124,9 @@ class ClaimDriver:
     ) -> None:
         """Start without claims; `hold` and `others` concern the node's other drivers.
 
-        `hold` keeps them from working on a claim, and `others` returns whether any was seen lately
-        (`kube.instances`).
-        `again` is called for claims that were refused for a reason that may pass (`kube.resync`).
+        `hold` keeps them from working on a claim, and `others` returns whether one of them was seen
+        recently (`kube.instances`). `again` is called for claims that were refused for a reason
+        that may pass (`kube.resync`).
         """
         self._node_name = node_name
         self._governor = governor
@@ -142,9 +142,9 @@ class ClaimDriver:
         self._answered: set[str] = set()
         """Uids of claims that this process prepared for a kubelet that asked."""
         self._prepared: dict[str, Reference] = {}
-        """The claims that are prepared, all of which the governor has to know, by uid."""
+        """The prepared claims, by uid; the governor has to know all of them."""
         self.entered: frozenset[str] = frozenset()
-        """Uids of the claims that the governor had at the last `differs`, except those leaving."""
+        """Uids of the claims that the governor had at the last `differs`, without leaving ones."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()

@@ -15,7 +15,9 @@ import contextlib
 import re
 
 MAX_REQUEST = 8192
+"""Maximum size of a request's head, in bytes."""
 MAX_ANSWER = 64 << 20
+"""Number of bytes after which an answer is cut off."""
 MAX_SERVED = 8
 TIMEOUT_S = 10.0
 _LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
@@ -42,7 +44,7 @@ def status(line: str) -> bytes:
 
 
 class Proxy:
-    """Serves one request per connection, and eight connections at a time."""
+    """Serves one request per connection, and up to MAX_SERVED connections at a time."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket

@@ -5,9 +5,9 @@ driver if their sockets have different names, and call the one that registered l
 may therefore prepare claims. Only one of them publishes and reconciles: of the registered
 instances, the one that was started last.
 
-While it lives, each instance holds a lock on its own file in the driver's directory. The next
-instance removes the files of a dead one. All instances share a lock on the directory itself; a
-driver with fixed socket names, and the device plugin, hold this lock exclusively.
+Each live instance holds a lock on its own file in the driver's directory. The other instances
+remove the files of a dead one. All instances share a lock on the directory itself; a driver with
+fixed socket names, and the device plugin, hold this lock exclusively.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Instance:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return the state that an instance has written; one without a state counts as the oldest."""
+    """Return the state that an instance has written; without a state it counts as the oldest."""
     try:
         state = json.loads(os.pread(fd, 200, 0))
         return {"started": int(state["started"]), "registered": state["registered"] is True}

@@ -419,7 +419,7 @@ class _Service:
             thread.start()
 
     def stop(self) -> None:
-        """Stop serving, and write the events that are left."""
+        """Stop serving, and write the remaining events."""
         self.watcher.stop()
         self.health.close()
         self.endpoints.stop()

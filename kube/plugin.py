@@ -193,7 +193,7 @@ class Allocations:
 
 
 def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse units that one call gives to two containers, each of which would get all of them."""
+    """Refuse a call that gives a unit to two containers: each would get all of its units."""
     for number, units in enumerate(wanted):
         for other in wanted[:number]:
             if units.overlaps(other):
@@ -257,7 +257,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Choose units of one GPU: the fullest that has room."""
+        """Choose units of one GPU: the fullest GPU that has room."""
         response = messages.PreferredAllocationResponse()
         for one in request.container_requests:
             chosen = prefer(

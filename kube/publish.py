@@ -271,7 +271,7 @@ class Watcher:
             try:
                 for event in self._cluster.watch_slice(self._name, version, WATCH_S):
                     if self._look(event):
-                        # Two clients that correct each other's slice must not do so in a busy loop.
+                        # Two clients that undo each other's changes must not do so in a busy loop.
                         self._stop.wait(PACE_S)
                     pause = 1.0
                     if self._stop.is_set():

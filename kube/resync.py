@@ -70,7 +70,7 @@ class Resync:
         self._stopped = False
 
     def registered(self) -> None:
-        """Look for waiting pods, because the kubelet knows the driver now."""
+        """Schedule searches for waiting pods, because the kubelet knows the driver now."""
         now = time.monotonic()
         with self._changed:
             self._searches = [now + after for after in SEARCH_DELAYS_S]

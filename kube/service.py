@@ -60,8 +60,8 @@ RESEND_S = 10.0
 RESERVE_S = 2.0
 """Time in seconds that a call must have left for work on a claim to begin."""
 MAX_DEADLINE_S = 86400.0
-"""Maximum time in seconds that a call with a deadline has left. Of a call without a deadline gRPC
-says that it has centuries."""
+"""Maximum time in seconds that a call with a deadline has left. For a call without a deadline, gRPC
+returns centuries."""
 ANSWER_S = 3.0
 """Time in seconds before its deadline at which a waiting call gives up and returns the reason."""
 SOCKET_LIMIT = 107
@@ -334,7 +334,7 @@ class GrpcServer:
         self._server = server
 
     def poll(self) -> bool:
-        """Listen again if the socket was removed or replaced; return whether that was so."""
+        """Listen again if the socket was removed or replaced; return whether it was."""
         try:
             if self._path.stat().st_ino == self._inode:
                 return False

@@ -151,7 +151,7 @@ class SimulatedCluster:
         return shape if self.arm.shares else PodShape(shape.count, WHOLE, WHOLE)
 
     def fit(self, node: int, shape: PodShape) -> list[int]:
-        """Return the GPUs of a node for a shape: the first with room, none if there are too few."""
+        """Return the GPUs of a node for a shape: the first with room, none if too few have room."""
         compute, memory = self._compute[node], self._memory[node]
         found = []
         for gpu in range(GPUS):

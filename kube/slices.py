@@ -39,7 +39,7 @@ class ClaimDefaults:
 def device_name(uuid: str) -> str:
     """Return the name of a GPU's device: its UUID, as a DNS label.
 
-    An index would change with the order of the bus, and an old claim would mean another GPU.
+    An index would change with the order on the bus, and an old claim would refer to another GPU.
     """
     return re.sub(r"[^a-z0-9-]", "-", uuid.lower())[:63].strip("-")
 

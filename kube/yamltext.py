@@ -49,7 +49,7 @@ class Document:
 
 
 def read(text: str) -> list[Document]:
-    """Return the documents in a text; raise UnreadableError if that is not possible."""
+    """Return the documents in a text; raise UnreadableError if the text is not usable YAML."""
     try:
         events = list(_starts(text))
         loader = yaml.SafeLoader(text)

@@ -157,7 +157,7 @@ uint64_t account_pitch(uint64_t width, uint64_t height);
 /* Functions of higher layers that the account calls; lifecycle.c sets them when the library is
  * loaded. */
 extern struct account_above {
-    bool (*reclaim)(int device); /* gives back what is not needed; false: there was nothing */
+    bool (*reclaim)(int device); /* gives back what is not needed; false: nothing was given back */
     void (*refresh)(int device);
     void (*watch)(int device);
 } account_above;

@@ -65,8 +65,8 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
 }
 
 /* Takes over the number of an earlier arbiter's grant, as read from a page. Later grants are
- * numbered beyond it, because the number distinguishes two grants. Where numbers wrap around, the
- * later one is the one that is less than half the range ahead. */
+ * numbered beyond it, because the number distinguishes two grants. Numbers wrap around: the later
+ * of two is less than half the range ahead of the other. */
 void arbiter_begin(struct arbiter *arbiter, uint32_t epoch)
 {
     if (epoch && (!arbiter->newest || (int32_t)(epoch - arbiter->newest) > 0))
@@ -85,7 +85,7 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     arbiter->tenants[tenant].want = false;
 }
 
-/* Records whether, from now on, work of a tenant runs although its grant is over. */
+/* Records whether work of a tenant that outlasts its grant is running from now on. */
 void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];

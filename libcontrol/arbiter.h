@@ -12,8 +12,8 @@
  * that time lies in the past. Among the containers that are owed time, the earliest deadline goes
  * first (theoretical arrival plus the period of one quantum at its rate). When none is owed time,
  * idle time is lent in start-time fair order to those below their cap; lent time is not charged
- * against the guarantee. A container that was kept waiting keeps what it is owed; one that slept
- * does not.
+ * against the guarantee. A container is owed the time for which it was kept waiting, but not the
+ * time for which it slept.
  */
 #pragma once
 
@@ -37,8 +37,7 @@ struct arbiter_config {
     uint64_t overhead_ns; /* longest part of a grant that a report may declare unused */
     uint64_t beside_ns;   /* longest part of its work that may have run alongside others' */
     /* The container that is expected to hold the GPU next is named at once, and has this long from
-     * the expected beginning of its grant to prepare work; 0: it is not named before it is decided.
-     */
+     * the expected beginning of its grant to prepare work; 0: none is named before the decision. */
     uint64_t prepare_ns;
 };
 
@@ -51,8 +50,8 @@ struct arbiter_view {
     uint32_t contended;   /* another container could use the GPU */
     uint32_t beside;      /* the previous holder's last work may run alongside this grant's */
     int32_t standby;      /* the next holder */
-    uint32_t expected;    /* it is not decided yet: it may prepare work, but need not be awake */
-    uint64_t standby_ns;  /* until then it may prepare work, or should be awake if it is decided */
+    uint32_t expected;    /* `standby` is not decided: it may prepare work, but need not be awake */
+    uint64_t standby_ns;  /* until then it may prepare work or, if decided, should be awake */
     uint64_t wake_ns;     /* step again by then */
 };
 
@@ -61,7 +60,7 @@ struct arbiter_stats {
     uint64_t charged_ns;  /* GPU time charged */
     uint64_t lent_ns;     /* of that, beyond the guarantee */
     uint64_t held_ns;     /* time held, of grants that ended */
-    uint64_t overdue;     /* grants that had to be taken */
+    uint64_t overdue;     /* grants that were taken away */
     uint64_t handover_ns; /* time held but not charged, of grants with a settled charge */
     uint64_t since_ns;    /* when the grant that it holds began; 0: it holds none */
     uint64_t open;        /* 1: that grant has no end, and all of it will be charged */
@@ -79,7 +78,7 @@ enum arbiter_role {
 
 struct arbiter_turn {
     enum arbiter_role role;
-    bool unasked;      /* it is granted before it requests the GPU, as it is expected to */
+    bool unasked;      /* it gets the grant before it requests the GPU, because it is expected to */
     bool contended;    /* another container waits for the end of the turn, on any of its GPUs */
     uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
 };
@@ -99,7 +98,7 @@ struct arbiter_standing {
     double tag;           /* its place in the order in which idle time is lent */
     double busy;          /* GPU time that it has reported as used, in total */
     uint64_t ready_ns;    /* when it may have GPU time */
-    uint64_t first_ns;    /* from then on it goes first; ARBITER_NEVER: a waiting one goes first */
+    uint64_t first_ns;    /* from then on it goes first; ARBITER_NEVER: another goes first */
     uint64_t deadline_ns; /* of the holder's grant; ARBITER_NEVER: open */
 };
 
@@ -116,8 +115,8 @@ ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_
                                 uint32_t limit);
 ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);
 ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
-/* The holder gave the grant back. `n_active`: its processes that worked in it; 0: it was not
- * used. */
+/* The holder gave the grant back. `n_active`: number of its processes that worked in the grant; 0:
+ * the grant was not used. */
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
                                      uint64_t residual_ns, uint32_t n_active);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);

@@ -20,7 +20,7 @@ static uint64_t binding_offset(const struct block *block)
     return turned >> 13 | turned << 51;
 }
 
-/* An entry has the object in its `size`. */
+/* The `size` of an entry is the object, and its `count` is the ordinal of the device plus 1. */
 uint64_t binding_take(uint64_t object, uint64_t offset, uint64_t device)
 {
     uint64_t key = binding_key(object, offset, device);

@@ -1,6 +1,6 @@
 /*
- * Records memory that is bound to a multicast object or a logical endpoint, which keeps it
- * allocated.
+ * Records the allocations that are bound to a multicast object or a logical endpoint. A binding
+ * keeps its allocation alive.
  */
 #pragma once
 

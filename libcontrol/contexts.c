@@ -134,7 +134,7 @@ static struct context *begin_destroy(CUcontext handle)
     if (c)
         atomic_store_release(&c->handle, NULL);
     os_unlock(&contexts_lock);
-    /* The driver does not destroy a primary context here, so what is held in it stays held. */
+    /* The driver does not destroy a primary context here, so launches held in it stay held. */
     if (handle && !context_is_primary(handle))
         gate_forget_context(handle);
     if (c) {
@@ -220,7 +220,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     if (last)
         return end_destroy(c, ctx, result);
     if (c && result != CUDA_SUCCESS) {
-        /* Another thread may have destroyed it meanwhile, and another context may be in its
+        /* Another thread may have destroyed it in the meantime, and another context may be in its
          * place. */
         os_lock(&contexts_lock);
         if (context_find(ctx) == c)

@@ -14,6 +14,7 @@ SUMMARY = "Turn pods that ask HAMi, gpu-manager or NVIDIA's plugin for a GPU int
 LOST = 1
 """The exit status if something could not be converted."""
 LARGEST = 32 << 20
+"""Maximum size of the manifests, in bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

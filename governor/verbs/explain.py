@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; an error of the hook is also this command's error."""
+    """Print the explanation; raise the error that the hook would raise."""
     for line in _lines(args):
         print(line)
     return 0
@@ -107,7 +107,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 class _Container(NamedTuple):
     """A container, as described by the command line."""
 
-    annotations: dict[str, str]  # those that count
+    annotations: dict[str, str]  # those below tidegate.gpu/
     root: str | None  # its root file system; None if none was named
     volumes: tuple[str, ...]  # where the bundle mounts something, relative to the root
     document: dict[str, Any]  # the bundle's config.json, empty without one
@@ -278,7 +278,7 @@ def _prepared(
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Yield a section; nothing if it would be empty."""
+    """Yield a section, or nothing if it would be empty."""
     found = list(lines)
     if found:
         yield title
@@ -348,7 +348,7 @@ def _wrapped(title: str, words: Iterable[str]) -> list[str]:
 
 
 def _unplaced(share: WantedParts) -> Iterator[str]:
-    """Yield the possible mount points of places if there is no image."""
+    """Yield the possible mount points of places, because no image was given."""
     yield from _section(
         "places", (f"{p.name}: {' or '.join(map(_shown, p.targets))}" for p in share.places)
     )

@@ -112,7 +112,7 @@ def _is_roots(path: Path) -> bool:
     for one in (path, *path.parents):
         status = one.stat()
         writable = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if status.st_gid else 0))
-        # In a directory like /tmp other users cannot replace root's files.
+        # In a sticky directory like /tmp, other users cannot replace root's files.
         if status.st_uid != 0 or (writable and not (one != path and status.st_mode & stat.S_ISVTX)):
             return False
     return True

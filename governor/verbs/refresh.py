@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vdriver.manifest import CapabilitySet
     from vdriver.refresh import RefreshResult
 
-FEW = 12  # changes that are listed without --verbose
+FEW = 12  # maximum number of changes that are listed without --verbose
 
 SUMMARY = "Mirror the host's driver, with the control library interposed"
 

@@ -12,9 +12,10 @@ SUMMARY = "Move a container's GPU memory to host memory, and make the container 
 
 MIB = 1 << 20
 LONGEST_S = 3600.0
+"""Longest `--wait`, in seconds."""
 ANSWER_S = 86400.0
-"""Time for which the governor's answer is awaited, in seconds. The governor itself ends driver
-calls that take too long."""
+"""Timeout of the request to the governor, in seconds. The governor itself ends driver calls that
+take too long."""
 
 
 def seconds(text: str) -> float:

@@ -14,7 +14,7 @@ struct device {
     uint32_t slot;
     uint32_t generation;
     uint64_t key;          /* identifies this process */
-    pthread_mutex_t local; /* taken before the shared lock, which tells only processes apart */
+    pthread_mutex_t local; /* taken before the shared lock, which distinguishes processes only */
     struct gpu_timeline scratch; /* for predictions, with the lock held */
 };
 

@@ -6,12 +6,12 @@
 #include "cuda_abi.h"
 #include "device.h"
 
-/* Declares and begins a function that the library exports. One without parameters passes `void`. */
+/* Declares and begins an exported function. For one without parameters, pass `void`. */
 #define ENTRY(name, ...)                                                                           \
     __attribute__((visibility("default"))) CUresult name(__VA_ARGS__);                             \
     CUresult name(__VA_ARGS__)
 
-/* The stream of a call's per-thread variant: there the NULL stream is the calling thread's own. */
+/* The stream in the per-thread form of a call: there, NULL is the calling thread's own stream. */
 #define PER_THREAD(stream) ((stream) ? (stream) : CU_STREAM_PER_THREAD)
 
 /*
@@ -55,7 +55,7 @@ struct command {
     uint64_t record; /* event: number of this record; free: number of the allocation */
     void *to;        /* copy, set, free */
     const void *from;
-    bool device_to, device_from; /* copy: whether that end is device memory */
+    bool device_to, device_from; /* copy: whether the target, the source is device memory */
     void *staged;                /* copy: memory owned by the command, freed when it is done */
     size_t n;                    /* copy, set: bytes per row */
     size_t rows, planes;         /* copy, set */
@@ -98,7 +98,7 @@ struct stream {
     struct context *context;
     unsigned int flags;
     int priority;
-    uint64_t need; /* the stream is done when the context has completed that many kernels */
+    uint64_t need; /* kernels that the context must have completed for the stream to be done */
     struct capture *capture;
     const void *thread; /* the thread to which this default stream belongs, or NULL */
     struct stream *next;
@@ -130,8 +130,8 @@ struct context {
     uint64_t head;          /* kernels completed, as of the last check of the device */
     uint64_t settled;       /* kernels with all their effects carried out in this process */
     uint64_t now;           /* GPU time of that check, ns */
-    uint64_t legacy_need;   /* `need` of the NULL stream's last command; blocking streams wait */
-    uint64_t blocking_need; /* `need` of a blocking stream's last command; the NULL stream waits */
+    uint64_t legacy_need;   /* `need` of the NULL stream; blocking streams wait for it */
+    uint64_t blocking_need; /* largest `need` of blocking streams; the NULL stream waits for it */
     unsigned int n_effects;
     CUresult fault; /* set until the context is destroyed */
     struct stream legacy;
@@ -171,7 +171,7 @@ struct allocation {
     unsigned int opened;           /* imported: number of times it is open here */
     struct handle *handle;         /* mapping: the memory that is mapped */
     uint64_t access;               /* mapping: which devices may use it */
-    /* Pool block, mapping: takes back the memory, which does not end with the allocation. */
+    /* Pool block, mapping: takes back the memory, which outlives the allocation. */
     void (*returned)(const struct allocation *item);
 };
 

@@ -1,11 +1,10 @@
 /*
  * The memory of graphs
  *
- * An allocation node has its address from the start, in a range that belongs to the graph. A later
- * node may get the addresses of an allocation that a free node has ended before it; what counts is
- * the order in which the nodes were added. Memory is taken, in units of 32 MiB, when the graph is
- * uploaded or first launched. When the graph ends, its memory stays taken for the next graph, until
- * the device is trimmed.
+ * An allocation node gets its address when it is added, in a range that belongs to the graph. It
+ * may reuse the addresses of an allocation that a free node ended, if that node was added earlier.
+ * Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. When the graph
+ * ends, its memory stays taken for the next graph, until the device is trimmed.
  */
 #include "driver.h"
 
@@ -15,7 +14,7 @@
 
 #define UNIT       (32ull << 20)
 #define BLOCK_UNIT 512ull
-#define ROOM       4 /* times the device's memory: addresses for one graph */
+#define ROOM       4 /* addresses of one graph, as a multiple of the device's memory */
 
 struct span {
     size_t start;
@@ -64,8 +63,7 @@ static CUresult memory_new(int ordinal, struct graph_memory **memoryp)
     return CUDA_SUCCESS;
 }
 
-/* The first offset at which a new allocation overlaps no allocation that is alive when the new one
- * begins. */
+/* The first offset at which a new allocation overlaps no allocation that has not ended. */
 static size_t free_place(const struct graph_memory *memory, size_t size)
 {
     size_t start = 0;
@@ -133,7 +131,7 @@ CUresult graphmem_allocate(struct graph_memory **memoryp, int ordinal, size_t by
     return CUDA_SUCCESS;
 }
 
-/** graphmem_end() - add a free node: the allocation at this address ends there */
+/** graphmem_end() - add a free node, which ends the allocation at this address */
 CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
 {
     for (size_t i = 0; memory && i < memory->n_spans; i++) {
@@ -149,7 +147,7 @@ CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_freed() - free memory that a launched graph left to the application; false if none */
+/** graphmem_freed() - free memory that a launch left to the application; false if it did not */
 bool graphmem_freed(uintptr_t address)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -165,7 +163,7 @@ bool graphmem_freed(uintptr_t address)
     return false;
 }
 
-/** graphmem_instantiate() - add the executable graph; only one may have the memory at a time */
+/** graphmem_instantiate() - add the executable graph; only one may use the memory at a time */
 CUresult graphmem_instantiate(struct graph_memory *memory)
 {
     if (memory->instantiated)
@@ -180,7 +178,7 @@ static uint64_t reserved(int ordinal)
     return devices[ordinal].cached + devices[ordinal].used;
 }
 
-/** graphmem_take() - at upload and launch: charge the device memory that the graph needs */
+/** graphmem_take() - charge the device memory that the graph needs, at its upload or launch */
 CUresult graphmem_take(struct graph_memory *memory)
 {
     uint64_t need = (memory->extent + UNIT - 1) / UNIT * UNIT;
@@ -249,7 +247,7 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
     free(memory);
 }
 
-/** graphmem_trim() - give back the memory of a device that ended graphs have left */
+/** graphmem_trim() - give back the memory of a device that ended graphs left cached */
 void graphmem_trim(int ordinal)
 {
     memory_refund(driver.devices[ordinal], devices[ordinal].cached);
@@ -285,7 +283,7 @@ CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *val
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_set() - reset a high-water mark to the present value; `value` has to be 0 */
+/** graphmem_set() - reset a high-water mark to the current value; `value` must be 0 */
 CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value)
 {
     if (value)

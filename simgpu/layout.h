@@ -33,7 +33,7 @@
 
 /*
  * Slots from here on belong to the NVML library, so that the two libraries of one process never
- * want the same byte lock: the kernel would grant it to both.
+ * request the same byte lock: the kernel would grant it to both.
  */
 #define GPU_SLOT_NVML 192
 
@@ -90,10 +90,10 @@ struct gpu_lane {
     uint64_t slices;   /* number of times that the context got the GPU */
     uint64_t resident; /* ns on the GPU, with or without work, excluding switches */
     uint64_t early;    /* number of times that it ran out of work and another context took over */
-    uint64_t before;   /* value of `resident` when its last turn began */
+    uint64_t before;   /* value of `resident` when the last turn began */
     uint64_t full;     /* ns of turns that filled their slice, and ended for a waiting context */
     uint64_t ended;    /* ns: when the last of those turns ended */
-    uint64_t fills;    /* whether its last turn was one of those */
+    uint64_t fills;    /* whether the last turn was one of those */
 };
 
 /* The history of the GPU up to `now`. */
@@ -103,7 +103,7 @@ struct gpu_timeline {
     uint64_t switch_end;     /* ns: from here on the resident context executes */
     uint64_t resident;       /* serial of the context on the GPU, 0 for none */
     uint32_t resident_index; /* its index */
-    uint32_t overtime; /* its slice ended while no context waited; the next begins when one does */
+    uint32_t overtime; /* the slice ended while no context waited; the next starts when one does */
     uint64_t switches;
     uint64_t busy; /* ns, excluding switches */
     struct gpu_lane lanes[GPU_CONTEXTS];
@@ -125,7 +125,7 @@ struct gpu_context {
     uint32_t slot;
     uint32_t generation;    /* of the owner of the slot */
     _Atomic uint64_t slice; /* ns; 0: that of the device */
-    _Atomic uint32_t off;   /* calls to switch off minus calls to switch on; 0: scheduled */
+    _Atomic uint32_t off;   /* calls to switch off less calls to switch on; 0: scheduled */
     uint32_t padding;
     uint64_t reserved[3];
     struct gpu_command queue[GPU_QUEUE];

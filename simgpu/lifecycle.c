@@ -1,7 +1,7 @@
 /*
- * The beginning and the end of the process's use of the driver, and the end of contexts
+ * The start and the end of the process's use of the driver, and the end of contexts
  *
- * No lower layer uses this file: the end of a context also ends what all other files keep for it.
+ * This is the top layer: the end of a context also ends everything that other files keep for it.
  */
 #include "driver.h"
 #include "mps.h"
@@ -48,7 +48,7 @@ static void after_fork(void)
     driver_forget(false);
 }
 
-/* Index of the device that an entry of the list names, by number or by the start of its UUID. */
+/* Index of the device that an entry names, by number or by the start of its UUID; -1 if none. */
 static int visible_index(struct device *const devices[DEVICES], int n, const char *entry,
                          size_t length)
 {
@@ -71,7 +71,7 @@ static int visible_index(struct device *const devices[DEVICES], int n, const cha
 
 /*
  * Select the devices that `list` names, in the order of the list, up to the first entry that names
- * none or repeats one.
+ * no device or a device for the second time.
  */
 static int visible(struct device *devices[DEVICES], int n, const char *list)
 {

@@ -113,7 +113,7 @@ struct allocation *memory_freeable(uintptr_t address)
     }
 }
 
-/** memory_renumber() - give an allocation a new number, so that it counts as another allocation */
+/** memory_renumber() - give an allocation a new number, so that it counts as a new allocation */
 void memory_renumber(struct allocation *item)
 {
     static uint64_t numbers;
@@ -121,7 +121,7 @@ void memory_renumber(struct allocation *item)
     item->number = ++numbers;
 }
 
-/** memory_add() - add an allocation where there is none; the table numbers it */
+/** memory_add() - add a copy of `item`, which must not overlap another allocation, and number it */
 bool memory_add(const struct allocation *item)
 {
     size_t place = table_upper(item->base);
@@ -176,7 +176,7 @@ void memory_refund(struct device *device, size_t bytes)
     device_leave(device);
 }
 
-/** memory_range() - reserve addresses without memory; `replace`: instead of a mapping there */
+/** memory_range() - reserve addresses without memory; `replace` replaces a mapping at `base` */
 uintptr_t memory_range(uintptr_t base, size_t size, bool replace)
 {
     void *range =
@@ -194,7 +194,7 @@ static void *map(size_t size)
     return base == MAP_FAILED ? NULL : base;
 }
 
-/* Make an allocation with separate pages. */
+/* Make an allocation with pages of its own. */
 static CUresult allocate(struct allocation *item)
 {
     void *base;
@@ -290,7 +290,7 @@ static CUresult allocate_small(struct allocation *item)
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/** memory_allocate() - allocate memory in a context, of a kind without pool or mapping */
+/** memory_allocate() - allocate memory in a context, of a kind that needs no pool or mapping */
 CUresult memory_allocate(struct context *context, enum allocation_kind kind, size_t bytes,
                          uintptr_t *addressp)
 {
@@ -320,7 +320,7 @@ static void unregistered(const struct allocation *item)
     (void)item;
 }
 
-/** memory_register() - note memory of the host that the application wants pinned */
+/** memory_register() - record host memory that the application wants pinned */
 CUresult memory_register(struct context *context, uintptr_t base, size_t bytes)
 {
     struct allocation item = {.kind = ALLOCATION_HOST,

@@ -3,11 +3,11 @@
  *
  * A pool is one range of addresses in units of 32 MiB, some of which hold memory. A block is placed
  * where the fewest units have to be taken for it, at the lowest such address. Units without a block
- * are given back, the last ones first, when the process synchronises and the pool holds more than
- * its threshold, or when the pool is trimmed.
+ * are given back, from the end of the range, when the process synchronises and the pool holds more
+ * than its threshold, or when the pool is trimmed.
  *
  * A block that is freed in a stream becomes free for other streams when the stream has reached the
- * free. The same stream may have it again at once if it requests the same size.
+ * free. The same stream can reuse it at once if it requests the same size.
  */
 #include "driver.h"
 
@@ -24,13 +24,13 @@ struct mempool {
     struct mempool *next;
     struct device *device;
     int ordinal;
-    bool host;  /* its memory is host memory and takes none of the device's */
+    bool host;  /* its memory is host memory, and is not charged to the device */
     bool ended; /* the handle has ended, but blocks are left */
     uintptr_t base;
     size_t n_units;
     bool *held; /* per unit: whether it holds memory */
     size_t n_blocks;
-    uint64_t most; /* bytes that it may hold at most */
+    uint64_t most; /* maximum that it may hold, bytes */
     uint64_t threshold;
     uint64_t reserved, reserved_high;
     uint64_t used, used_high;
@@ -101,7 +101,7 @@ CUresult mempool_standard(int ordinal, struct mempool **poolp)
     return r;
 }
 
-/** mempool_chosen() - the pool of a device for allocations that name none */
+/** mempool_chosen() - the pool of a device for allocations that name no pool */
 CUresult mempool_chosen(int ordinal, struct mempool **poolp)
 {
     if (!chosen[ordinal])
@@ -239,7 +239,7 @@ static bool take_again(struct mempool *pool, const struct stream *stream, size_t
     return false;
 }
 
-/** mempool_returned() - a block has been removed from the table */
+/** mempool_returned() - take back a block that was removed from the table */
 static void mempool_returned(const struct allocation *block)
 {
     struct mempool *pool = block->mempool;
@@ -284,9 +284,9 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
 }
 
 /**
- * mempool_forget_stream() - a stream ends
+ * mempool_forget_stream() - forget a stream that ends
  *
- * Blocks whose free is pending in the stream stay pending, but no stream can reuse them before it.
+ * Blocks whose free is pending in the stream stay pending, but no stream can reuse them until then.
  */
 void mempool_forget_stream(const struct stream *stream)
 {
@@ -330,7 +330,7 @@ void mempool_trim(struct mempool *pool, uint64_t keep)
     units_release(pool, keep / UNIT * UNIT + (keep % UNIT ? UNIT : 0));
 }
 
-/** mempool_synchronized() - the process has waited for this device */
+/** mempool_synchronized() - trim pools to their thresholds, when the process waited for a device */
 void mempool_synchronized(const struct device *device)
 {
     for (struct mempool *pool = mempools; pool; pool = pool->next) {
@@ -340,10 +340,9 @@ void mempool_synchronized(const struct device *device)
 }
 
 /**
- * mempool_context_ended() - a context ended
+ * mempool_context_ended() - release unused memory of pools and graphs, when a context has ended
  *
- * If it was the last one on the device, the unused memory of the device's pools and graphs is
- * released.
+ * It is kept while the device has another context.
  */
 void mempool_context_ended(int ordinal)
 {

@@ -127,7 +127,7 @@ static void serve_commands(int fd, const struct ucred *peer, bool privileged)
     CONTROL("NEW UI");
     while (recv(fd, &length, sizeof length, 0) == sizeof length && length &&
            recv(fd, text, sizeof text - 1, 0) > 0) {
-        if (*text) /* without the line break at its end */
+        if (*text) /* remove the newline at its end */
             text[strlen(text) - 1] = '\0';
         CONTROL("Cmd:%s", text);
         if (!strncmp(text, "quit", 4) && !privileged)

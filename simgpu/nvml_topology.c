@@ -31,8 +31,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetPciInfo_v3, nvmlDevice_t device, nvmlPciInfo_t 
     return NVML_SUCCESS;
 }
 
-/* The first component in which two locations differ decides: GPUs on different NUMA nodes share
- * only the system. */
+/* The first component in which two locations differ determines the level: GPUs on different NUMA
+ * nodes share only the system. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetTopologyCommonAncestor, nvmlDevice_t one, nvmlDevice_t other,
       int *level)
 {
@@ -72,7 +72,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
     return NVML_SUCCESS;
 }
 
-/* Only a GPU whose memory is a NUMA node, as in Grace Hopper, has such an id. */
+/* Only a GPU whose memory is a NUMA node, as in Grace Hopper, has this id. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetNumaNodeId, nvmlDevice_t device, unsigned int *node)
 {
     nvmlReturn_t r = ready_device(device, node);

@@ -12,8 +12,8 @@
 
 #define HISTORY_LENGTH 500000000 /* minimum interval between two kept readings, ns */
 
-/* Covers the time since the older of the device's two samples, in whole percent. Memory traffic is
- * not simulated. */
+/* The rates are in whole percent, and cover the time since the older of the device's two samples.
+ * Memory traffic is not simulated. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetUtilizationRates, nvmlDevice_t device, nvmlUtilization_t *rates)
 {
     const struct gpu_timeline *line;
@@ -61,8 +61,9 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
 #define MARK_LENGTH 200000000 /* minimum time between two samples of the device, ns */
 
 /*
- * Samples of a device, taken when this process requests them; a real driver takes them on its own.
- * The first is the rate above, and each later one covers the time since the previous one.
+ * Samples of a device, taken when this process requests them; a real driver takes them
+ * periodically. The first sample is the rate of nvmlDeviceGetUtilizationRates(); each later one
+ * covers the time since the previous one.
  */
 static struct marks {
     uint64_t now, busy; /* as of the newest sample */
@@ -134,8 +135,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 }
 
 /*
- * Busy time of each context at an earlier query of this observer. The device file keeps no such
- * history, so an observer has no data about the time before its first query.
+ * Busy time of each context at an earlier query by this process. The device file keeps no such
+ * history, so there is no data about the time before the first query.
  */
 struct history {
     uint64_t now;
@@ -158,7 +159,7 @@ static void remember(const struct gpu *gpu, const struct gpu_timeline *line,
     }
 }
 
-/* The processes that used the GPU since the older query, with their percentage of that time. */
+/* The processes that used the GPU since the query `from`, with their percentages of that time. */
 static unsigned int utilisations(const struct device *device, const struct history *from,
                                  unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
 {

@@ -10,11 +10,12 @@
  * executes. A context that runs out of work gives way at once. A context that is alone keeps the
  * GPU and pays nothing, and so does one that returns to a GPU that no other context used in the
  * meantime. A slice begins when its context takes the GPU. If it ends while no other context waits,
- * the next one begins when another context does: on the H200 a newcomer does not interrupt the last
- * 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later where it
- * stopped. Each context has one queue: one kernel at a time, in the order of submission, regardless
- * of streams. A context may have its own slice length. A context that is switched off is
- * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
+ * the next slice begins when another context starts to wait: on the H200 a newcomer does not
+ * interrupt the last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and
+ * resumes later where it stopped. Each context has one queue: one kernel at a time, in the order of
+ * submission, regardless of streams. A context may have its own slice length. A context that is
+ * switched off is interrupted at once and does not run until it is switched on (measured on an H100
+ * and an H200).
  */
 #include "schedule.h"
 
@@ -40,7 +41,7 @@ static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line,
            !(context->queue[line->lanes[index].head % GPU_QUEUE].duration & GPU_HELD);
 }
 
-/* Next context, round-robin, that has work, the resident one last; -1 if there is none. */
+/* The next context with work, round-robin, starting after the resident one; -1 if there is none. */
 static int next_pending(const struct gpu *gpu, const struct gpu_timeline *line)
 {
     uint32_t n = gpu->shared.n_contexts;
@@ -62,7 +63,7 @@ static uint64_t slice_of(const struct gpu *gpu, uint32_t index)
     return own ? own : gpu->config.slice;
 }
 
-/* Let time pass. The resident context has the GPU, with or without work, unless it is off. */
+/* Let time pass. The resident context has the GPU, with or without work, unless switched off. */
 static void pass(const struct gpu *gpu, struct gpu_timeline *line, uint64_t until)
 {
     uint32_t index = line->resident_index;
@@ -90,7 +91,7 @@ static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
     if (gpu->contexts[index].serial != line->resident)
         return;
     if (atomic_load_explicit(&gpu->contexts[index].off, memory_order_relaxed)) {
-        if (lane->fills) /* it was interrupted and did not give up the GPU */
+        if (lane->fills) /* the context was interrupted and did not give up the GPU */
             count_full(line, lane, length);
     } else if (line->now < line->slice_end) {
         lane->early++;
@@ -181,8 +182,8 @@ static void timeline_copy(const struct gpu *gpu, struct gpu_timeline *to,
  * schedule_advance() - decide everything that happens before `now`
  *
  * The completion times of commands are in the queue before the new heads become visible. If the
- * caller is killed before it is done, the old timeline stays in force, and the next caller decides
- * the same again. Time does not go back: an earlier `now` changes nothing.
+ * caller is killed before it is done, the old timeline stays in force, and the next caller makes
+ * the same decisions again. Time does not go back: an earlier `now` changes nothing.
  */
 void schedule_advance(struct gpu *gpu, uint64_t now)
 {
@@ -214,11 +215,11 @@ void schedule_advance(struct gpu *gpu, uint64_t now)
 }
 
 /**
- * schedule_predict() - when will a context have completed `need` commands?
+ * schedule_predict() - predict when a context will have completed `need` commands
  *
- * Returns the time on the GPU's clock if no process submits anything more, or an earlier time if
- * that time is far away. New contexts make the time later, never earlier; a context that ends makes
- * it earlier.
+ * Returns the time on the GPU's clock, in ns, on the assumption that no process submits more work,
+ * or an earlier time if that time is far away. New contexts make the time later, never earlier; a
+ * context that ends makes it earlier.
  */
 uint64_t schedule_predict(const struct gpu *gpu, uint32_t index, uint64_t need,
                           struct gpu_timeline *scratch)
@@ -245,7 +246,7 @@ static uint64_t mix(uint64_t x)
  * schedule_duration() - time that a kernel takes, including the device's jitter, in ns
  *
  * The result depends only on the device's seed, the context and the kernel's number in it. It is at
- * least 1 ns, so that each kernel ends later than the one before.
+ * least 1 ns, so that each kernel ends later than the previous one.
  */
 uint64_t schedule_duration(const struct gpu_config *config, uint64_t serial, uint64_t sequence,
                            uint64_t duration)

@@ -1,9 +1,9 @@
 """Create the device files of the simulated GPU, and read their state.
 
 This module depends on the layout in `simgpu/layout.h` (the offsets are asserted there and compared
-by a test) but not on the schedule. The state that it reads is as of the last time that a process
-advanced the device's timeline. A process that uses a device loses it when it closes any descriptor
-of the file (that is how POSIX record locks work), so the descriptors opened here stay open.
+by a test) but not on the schedule. The state that it reads is that of the last time that a process
+advanced the device's timeline. If a process that uses a device closes any descriptor of the file,
+it loses the device (POSIX record locks work that way), so the descriptors opened here stay open.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
 class MachineTopology:
     """Locations of the GPUs of a machine, and the NVLinks between them.
 
-    A location is `NUMA node/host bridge/PCIe tree/switch`: the common part of two, from the left,
-    is what NVML calls their common ancestor. Without locations NVML does not report one. A link
+    A location is `NUMA node/host bridge/PCIe tree/switch`: the common prefix of two locations is
+    what NVML calls their common ancestor. Without locations NVML reports no ancestor. A link
     is `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each GPU to
     NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the switches.
     """
@@ -139,7 +139,10 @@ class MachineTopology:
                 raise ValueError(f"{link!r} names one GPU twice")
 
     def place(self, index: int) -> list[int]:
-        """Return the four numbers of a GPU's location, each plus 1; zeros if it has none."""
+        """Return the four numbers of a GPU's location, each plus 1; zeros if it has none.
+
+        Raise ValueError if the location is malformed.
+        """
         if index >= len(self.places):
             return [0] * 4
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])
@@ -148,7 +151,10 @@ class MachineTopology:
         return [int(number) + 1 for number in match.groups()]
 
     def ends(self, index: int) -> bytes:
-        """Return the other end of each NVLink of a GPU; layout.h has the values."""
+        """Return the other end of each NVLink of a GPU, with the values of layout.h.
+
+        Raise ValueError if a link is malformed or the GPU has too many links.
+        """
         ends = b""
         for link in self.nvlinks:
             match = re.fullmatch(r"(?:(\d+)-(\d+)|(switch|unseen))=(\d+)", link)
@@ -178,10 +184,11 @@ def create(
     virtual_clock: bool = False,
     topology: MachineTopology = MachineTopology(),
 ) -> list[Path]:
-    """Create `gpu0`, `gpu1`... in `directory`, replacing those that exist.
+    """Create `gpu0`, `gpu1`... in `directory`, replace existing ones, and return their paths.
 
-    `jitter` is in per mille of a kernel's duration. With `virtual_clock` the devices' time starts
-    at 0 and passes only on request. Raise ValueError if a parameter is out of range.
+    Sizes are in bytes; `jitter` is in per mille of a kernel's duration. With `virtual_clock` the
+    devices' time starts at 0 and passes only on request. Raise ValueError if a parameter is out of
+    range.
     """
     if not 1 <= devices <= 32:
         raise ValueError(f"{devices} devices: must be between 1 and 32")
@@ -258,7 +265,7 @@ def status(path: Path) -> DeviceStatus:
     if config[0] != MAGIC or config[1] != VERSION:
         raise ValueError(f"{path} is not a simulated GPU of version {VERSION}")
 
-    while True:  # the two timelines may change places during the read
+    while True:  # the current timeline may change during the read
         mode, current, _ = struct.unpack("<IIQ", os.pread(descriptor, 16, CLOCK_OFFSET))
         start = TIMELINES_OFFSET + (current & 1) * TIMELINE_SIZE
         timeline = os.pread(descriptor, TIMELINE_SIZE, start)

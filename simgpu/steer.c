@@ -58,7 +58,7 @@ static int steer(struct device *device, int pid, const uint64_t *slicep, const b
     return n;
 }
 
-/** nvmlSimgpuSetTimeslice() - set the slice of a process's contexts, in ns; 0: the device's */
+/** nvmlSimgpuSetTimeslice() - set the slice of a process's contexts, in ns; 0: the default */
 ENTRY(nvmlSimgpuSetTimeslice, struct device *device, int pid, uint64_t ns)
 {
     return steer(device, pid, &ns, NULL);
@@ -76,8 +76,7 @@ ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
     return steer(device, pid, NULL, &is_on);
 }
 
-/* GPU time and turns of a context since its creation; simgpu/steering.py has this structure, too.
- */
+/* GPU time and turns of a context since its creation; ContextRow of steering.py is a copy. */
 struct simgpu_residency {
     uint64_t pid;
     uint64_t ns;    /* on the GPU, with or without work */

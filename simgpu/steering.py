@@ -1,4 +1,4 @@
-"""Steer a simulated GPU's scheduler, as a root process steers that of a real GPU.
+"""Steer a simulated GPU's scheduler, as a root process steers the scheduler of a real GPU.
 
 The module implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call
 on a real GPU takes 0.6 ms; the calls here take no time.

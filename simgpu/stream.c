@@ -1,7 +1,7 @@
 /*
  * Streams and their order
  *
- * A stream is a number: how many of its context's kernels must have completed for it to be done.
+ * A stream is a number: the kernels of its context that must have completed for it to be done.
  * Kernels of all streams are in one queue in the order of submission, so waiting for another stream
  * means waiting for a larger number, and the barrier of the NULL stream is a maximum.
  */
@@ -21,7 +21,7 @@ static bool is_legacy(const struct stream *stream)
     return stream == &stream->context->legacy;
 }
 
-/** stream_need() - number of the context's kernels that the stream's next command waits for */
+/** stream_need() - number of the context's kernels for which the stream's next command waits */
 uint64_t stream_need(const struct stream *stream)
 {
     if (is_legacy(stream))
@@ -43,7 +43,7 @@ void stream_raise(struct stream *stream, uint64_t need)
         context->blocking_need = larger(context->blocking_need, need);
 }
 
-/* The calling thread's own default stream of the current context, created on first use. */
+/* The calling thread's default stream in the current context, created on first use. */
 static struct stream *thread_stream(struct context *context)
 {
     struct stream *stream;
@@ -163,9 +163,9 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
     }
 
     /*
-     * An event with nothing ahead of it is reached when the context has the GPU, not before. On the
-     * H200 an interval that begins with such an event does not include the switch. A large copy is
-     * made when a kernel of its length has ended.
+     * An event with no work ahead of it is recorded when the context has the GPU, not before. On
+     * the H200 an interval that begins with such an event does not include the switch. A large copy
+     * is made when a kernel of its duration has ended.
      */
     if (command->duration || (command->kind == COMMAND_EVENT &&
                               context->head >= stream_need(stream) && context_displaced(context))) {

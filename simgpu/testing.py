@@ -1,4 +1,4 @@
-"""Make the simulated GPU's driver API callable from tests in Python, with errors as exceptions.
+"""Call the simulated GPU's driver API from tests in Python, with errors as exceptions.
 
 `SimulatedDriver` loads the built library into this process. `SimulatedDriver.attached` attaches it
 to a directory of devices and detaches it afterwards, so that one process can run many tests.
@@ -180,6 +180,6 @@ class Context:
         )
 
     def synchronize(self) -> None:
-        """Wait for all work of this context; a virtual clock moves to its end."""
+        """Wait for all work of this context; a virtual clock advances to the end of the work."""
         self.make_current()
         self.driver.call("cuCtxSynchronize")

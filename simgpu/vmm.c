@@ -3,9 +3,9 @@
  *
  * An allocation is a range of a memfd, so that it can be mapped more than once and by other
  * processes. Each exportable allocation has its own file, whose last page describes it; all other
- * allocations share one file. The process that created an allocation is charged for it until its
- * own handles and mappings are gone. A process that imported it is not charged, which matches what
- * NVML reports, and keeps the contents alive.
+ * allocations share one file. The process that created an allocation is charged for it until that
+ * process's handles and mappings are gone. A process that imported it is not charged, which matches
+ * what NVML reports, but keeps the contents alive.
  */
 #include "driver.h"
 
@@ -48,7 +48,7 @@ struct handle {
     CUmemAllocationProp prop;
     unsigned int epoch; /* of the driver when the handle was made */
     unsigned int references;
-    unsigned int mappings; /* these keep the memory when no references are left */
+    unsigned int mappings; /* keep the memory even when no references are left */
 };
 
 struct reservation {
@@ -149,7 +149,7 @@ static void handle_end(struct handle *handle)
     pool_give(&handles_pool, handle);
 }
 
-/* Set up a handle to memory that is in the list already or is added to it now. */
+/* Set up a handle to memory, and add the memory to the list if it is not in it. */
 static void handle_begin(struct handle *handle, struct backing *backing)
 {
     handle->backing = backing;
@@ -356,7 +356,7 @@ static void vmm_unmapped(const struct allocation *item)
     handle_end(item->handle);
 }
 
-/** vmm_map() - map memory at reserved addresses; all of it, as the driver requires */
+/** vmm_map() - map the whole of a handle's memory at reserved addresses, as the driver requires */
 CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle)
 {
     const struct reservation *in = reservations;
@@ -431,7 +431,7 @@ CUresult vmm_unmap(uintptr_t base, size_t size)
     return CUDA_SUCCESS;
 }
 
-/** vmm_access() - set one location's rights on whole mappings; the others keep theirs */
+/** vmm_access() - set the access of one location to whole mappings; that of others is kept */
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
 {
     bool host = location_host(&wanted->location);

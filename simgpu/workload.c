@@ -3,7 +3,7 @@
  *
  * The program finds the driver as other programs do: dlopen("libcuda.so.1"), dlsym for
  * cuGetProcAddress, and everything else through that. Up to --depth units are launched ahead, and
- * their ends are read back in groups by a second stream, so that the first stream never runs empty.
+ * their end times are read back in groups by a second stream, so that the first always has work.
  * Each record of the file --out is two little-endian u64: the time of the end on the GPU's clock in
  * ns, and 0. With --bursts the program alternates between working for 0.2 to 2 s and resting, so
  * that it works for --duty percent of the time (default 70); the line that it prints at its end has
@@ -56,7 +56,7 @@ static struct {
     uint64_t memory, chunk;
     uint64_t allocate;
     bool allocate_only;
-    unsigned seed; /* of its bursts; 0: it never rests */
+    unsigned seed; /* of the bursts; 0: no rests */
     uint64_t duty; /* percent */
     unsigned processes;
     const char *out;
@@ -201,8 +201,8 @@ static void ring_make(struct ring *ring)
 {
     CUmodule module;
 
-    /* Small groups end soon; a container with a small share would wait a long time for
-     * a large one. */
+    /* Groups are small, because a container with a small share would wait a long time for a large
+     * one. */
     ring->group = options.gap ? 1 : (options.depth + 15) / 16;
     ring->groups = options.gap ? 1 : (options.depth + ring->group - 1) / ring->group;
     CALL(load, "cuModuleLoadData", &module, "// tidegate simgpu module\nkernel burn_stamp\n");

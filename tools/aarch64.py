@@ -36,7 +36,7 @@ def build() -> None:
 
 
 def faults(name: str) -> list[str]:
-    """Return the faults of a library that was built."""
+    """Return the faults of a built library, one line each."""
     with (FOLDER / "libcontrol" / name).open("rb") as file:
         elf = ELFFile(file)
         found = [] if elf["e_machine"] == "EM_AARCH64" else [f"{name} is {elf['e_machine']}"]
@@ -52,7 +52,7 @@ def faults(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Build, check, and print the faults."""
+    """Build, check and print the faults; return the exit status."""
     if shutil.which("aarch64-linux-gnu-gcc") is None:
         print("skipped: no aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
         return 0

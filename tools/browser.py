@@ -55,7 +55,7 @@ def find_browser() -> tuple[str, dict[str, str]]:
 
 
 class Browser:
-    """A browser that runs while its context is open; its pages share nothing with others."""
+    """A browser that runs while its context is open; its pages share no state with each other."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         self._stack = contextlib.ExitStack()
@@ -66,7 +66,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         program, environment = find_browser()
-        # Not in a test's TMPDIR: its path may be too long for the sockets in the profile.
+        # TMPDIR of a test is not used: its path may be too long for the sockets in the profile.
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-browser-"))
         inner_read, self._write = os.pipe()
         self._read, inner_write = os.pipe()
@@ -78,7 +78,7 @@ class Browser:
             "--remote-debugging-pipe", f"--user-data-dir={profile}",
             *self._options, "about:blank",
         ]  # fmt: skip
-        # The protocol uses descriptors 3 and 4: a shell moves the pipes' ends there.
+        # The protocol uses descriptors 3 and 4, to which a shell duplicates the ends of the pipes.
         shell = f'exec "$@" 3<&{inner_read} 4>&{inner_write}'
         try:
             self._process = subprocess.Popen(
@@ -114,7 +114,10 @@ class Browser:
             self._stack.close()
 
     def call(self, method: str, session: str | None = None, **parameters: object) -> Any:
-        """Return the answer of a protocol method; events that arrive before it are kept."""
+        """Return the answer of a protocol method; keep the events that arrive before it.
+
+        Raise BrowserError if the method fails, or does not answer within ANSWER_S seconds.
+        """
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -166,7 +169,7 @@ class BrowserPage:
         self._session = session
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
-        # Keys go to the page that has the focus; without a window, none has it.
+        # Keys go to the page that has the focus; without a window, no page has it.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **parameters: object) -> Any:
@@ -175,7 +178,7 @@ class BrowserPage:
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
         """Return the parameters of the page's events of these methods so far."""
-        self.evaluate("0")  # so that pending events have arrived
+        self.evaluate("0")  # pending events arrive before its answer
         return [
             event["params"]
             for event in self._browser.events
@@ -244,7 +247,7 @@ class BrowserPage:
                 )  # fmt: skip
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
-        """Show the page in a window of this size, in CSS pixels."""
+        """Show the page in a window of this size, in CSS pixels; `scale` is the pixel ratio."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
@@ -261,6 +264,6 @@ class BrowserPage:
         )
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a PNG screenshot of the whole page, or of what the window shows."""
+        """Write a PNG screenshot of the whole page, or of its visible part."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(repack(base64.b64decode(answer["data"])))

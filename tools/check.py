@@ -36,7 +36,7 @@ class CheckOutcome:
 
 
 def tracked(*patterns: str) -> list[str]:
-    """Return the matching files of the repository, including new ones, without ignored ones."""
+    """Return the repository's matching files, including untracked ones, except ignored ones."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
         cwd=ROOT,
@@ -53,7 +53,7 @@ def commands() -> dict[str, list[str]]:
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
     # A lock file consists of digests, and a licence's text is fixed.
     prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
-    # A test of misspelt annotations needs the first word; LOOS is from the ELF standard, triggerin
+    # The first word is in a test of misspelt annotations; LOOS is from the ELF standard, triggerin
     # from rpm.
     misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {
@@ -104,11 +104,11 @@ def run(name: str, command: list[str]) -> CheckOutcome:
 
 
 def main() -> int:
-    """Run all checks, even if some fail."""
+    """Run all checks, even if some fail; return the exit status."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda check: run(*check), commands().items()))
     for outcome in outcomes:
-        # The last line of a check that passed says how much it checked.
+        # The last line of a check that passed reports how much it checked.
         last = outcome.output.strip().rpartition("\n")[2] if outcome.state != "FAILED" else ""
         print(f"{outcome.name:20} {outcome.state:11} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":

@@ -64,7 +64,7 @@ def assertions(branch: int) -> str:
 
 
 def differences(tree: Path, branch: int) -> list[str]:
-    """Return the compiler's errors for the table, with the source of one version in `tree`."""
+    """Return the compiler's errors for the table, compared with the source in `tree`."""
     command = ["gcc", "-fsyntax-only", "-w", "-x", "c", "-"]
     for include in INCLUDES:
         command += ["-I", str(tree / include)]
@@ -97,7 +97,7 @@ def _unpack(repository: str, tag: str, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Check each tree named; return 1 if one of them differs."""
+    """Check each tree that is named; return 1 if one of them differs, else 0."""
     if not arguments:
         raise SystemExit((__doc__ or "").split("\n\n")[1])
     source, tags = arguments[0], arguments[1:]

@@ -1,8 +1,8 @@
 """Describes the command lines as data, for the manual pages, completions and reference page.
 
 `tidegate` and `tidegate-governor` use argparse, from which their options are taken. The hook and
-the wrapper runtime parse by hand, so their options are described here; a test compares this with
-the options that they accept.
+the wrapper runtime do not, so their options are described here; a test compares the descriptions
+with the options that these programs accept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIRECTORIES = {"DIR"}
 
 @dataclass(frozen=True)
 class Option:
-    """An option, or, without flags, a positional argument."""
+    """An option; one without flags is a positional argument."""
 
     flags: tuple[str, ...]
     value: str  # placeholder of its value in a synopsis, empty if it takes none
@@ -57,7 +57,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The last word of the command, which is the name of its program, verb or subcommand."""
+        """The last word of the command: the name of the program, verb or subcommand."""
         return self.path[-1]
 
     def synopsis(self) -> str:

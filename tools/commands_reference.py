@@ -50,7 +50,7 @@ def options(command: Command) -> list[str]:
 
 
 def described(command: Command, depth: int) -> list[str]:
-    """Return the section on a command, and those on its subcommands."""
+    """Return the lines of the sections on a command and on its subcommands."""
     lines = ["", f"{'#' * depth} {' '.join(command.path)}", ""]
     summary = command.summary.strip().rstrip(".")
     lines.append(f"{summary[:1].upper()}{summary[1:]}.")

@@ -1,7 +1,7 @@
 """Generates packaging/completions, for bash, zsh and fish, from the programs' parsers, with shtab.
 
-`python tools/completions.py` writes the files; `--check` fails if they are stale. Completion does
-not start Python, except for the name of a container: then it runs `tidegate ps`.
+`python tools/completions.py` writes the files; `--check` fails if they are stale. Completion starts
+Python only to complete the name of a container, for which it runs `tidegate ps`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DIRECTORY = ROOT / "packaging/completions"
 HEAD = "# Written by `python tools/completions.py` from the parsers of the programs."
 FILE_NAMES = {"bash": "bash/{}", "zsh": "zsh/_{}", "fish": "fish/{}.fish"}
 # The first column of `tidegate ps`, without the lines below the table. Only ids without special
-# characters of the shell are offered: crun accepts any id without a slash, and bash expands the
-# words that it is given to choose from. This leaves out lines that begin with `violation:` as well.
+# characters of the shell are offered, because crun accepts any id without a slash, and bash expands
+# the candidates that it is given. This also leaves out lines that begin with `violation:`.
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
 BELOW = "^not its own|^unknown functions"
 CONTAINERS = (
@@ -76,10 +76,10 @@ def _prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script. In zsh its first line has to name the program."""
+    """Return the script. In zsh, the first line of a script has to name the program."""
     lines = shtab.complete(_prepare(parser), shell=shell).rstrip().splitlines()
     begin = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    head = [lines[0], HEAD] if shell == "zsh" else [HEAD]  # shtab's says how to install by hand
+    head = [lines[0], HEAD] if shell == "zsh" else [HEAD]  # not shtab's instructions
     if shell == "bash":
         function = "_" + parser.prog.replace("-", "_")
         assert lines.pop().startswith("complete ")  # noqa: S101

@@ -1,11 +1,11 @@
 """`python -m tools.cuda_abi [DIRECTORY]` checks that the C parts agree with NVIDIA's cuda.h.
 
-The control library and the simulated driver declare the types and functions that they need
-themselves, because the header's licence keeps it out of the repository. Both sets of declarations
-are compiled, ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests
-install), and compared using the debugging information that the compiler writes about them: sizes of
+The control library and the simulated driver contain declarations of the types and functions that
+they need, because the header's licence keeps it out of the repository. Both sets of declarations,
+ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests install), are
+compiled, and compared using the debugging information that the compiler writes about them: sizes of
 types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
-whose name begins with "reserved" or "pad" may be anything, on either side.
+whose name begins with "reserved" or "pad" may differ, on either side.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Type:
 
 @dataclass
 class Declarations:
-    """What a translation unit declares, by name."""
+    """The declarations of a translation unit, by name."""
 
     types: dict[str, Type] = field(default_factory=dict)
     functions: dict[str, Type] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class DebugInformation:
         if die is None:
             return Type("nothing")
         if die.offset not in self._made:
-            self._made[die.offset] = Type("struct")  # for pointers to itself
+            self._made[die.offset] = Type("struct")  # for members that point to the same type
             self._made[die.offset] = self._make(die)
         return self._made[die.offset]
 
@@ -142,7 +142,7 @@ class DebugInformation:
         return size
 
     def _members(self, die: Any) -> dict[str, tuple[int, Type]]:
-        """Return the members with their offsets; those of an anonymous member are its parent's."""
+        """Return the members with their offsets, including the members of anonymous members."""
         members: dict[str, tuple[int, Type]] = {}
         for child in die.iter_children():
             if child.tag != "DW_TAG_member":
@@ -174,7 +174,7 @@ def _stripped(die: Any) -> Any:
 
 
 def compiled(includes: list[str], names: list[str], options: list[str]) -> Declarations:
-    """Return what these headers declare. Raise RuntimeError if they do not compile."""
+    """Return the declarations of these headers. Raise RuntimeError if they do not compile."""
     lines = [f"#include {name}" for name in includes]
     lines += [f"__typeof__(&{name}) {VARIABLE}{name};" for name in names]
     with tempfile.TemporaryDirectory() as directory:
@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return what NVIDIA's header declares, each form under the name that the driver exports."""
+    """Return the declarations of NVIDIA's header, each form under the name of its export."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)
@@ -200,7 +200,7 @@ def read_header(include: Path) -> Declarations:
 
 
 def read_control() -> Declarations:
-    """Return what the control library declares: what it hooks, and what it calls."""
+    """Return the declarations of the control library: of functions that it hooks or calls."""
     names = [fn.name for fn in CUDA if not ELSEWHERE.match(fn.name)]
     found = compiled(['"control.h"'], names, [f"-I{LIBCONTROL}", "-DOS_INTERPOSED"])
     called = dict(CALLED.findall((LIBCONTROL / "origin.c").read_text(encoding="utf-8")))
@@ -299,7 +299,7 @@ def missing(ours: Declarations, theirs: Declarations) -> list[str]:
 
 
 def examine(include: Path) -> tuple[list[str], list[str]]:
-    """Compare all declarations with a header; return what differs, and what was compared."""
+    """Compare all declarations with a header; return the differences, and what was compared."""
     theirs = read_header(include)
     faults: list[str] = []
     said: list[str] = []

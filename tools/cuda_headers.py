@@ -52,13 +52,13 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def read_declared(path: Path = DECLARED) -> Introduced:
-    """Return what is stored."""
+    """Return the functions that the file lists."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     return {version: frozenset(table["functions"]) for version, table in tables.items()}
 
 
 def introduced(headers: Mapping[str, frozenset[str]], known: Introduced) -> Introduced:
-    """Return what is known of other versions, and the functions that these headers introduced."""
+    """Return `known` with the functions that these headers introduced, in order of version."""
     names = dict(known)
     for version in sorted(headers, key=version_key):
         earlier = [v for v in names if version_key(v) < version_key(version)]
@@ -101,7 +101,7 @@ def newest_version() -> str:
 
 
 def fetch(version: str) -> Path:
-    """Return the directory of this version's header, which is kept in build/."""
+    """Return the directory of this version's header in build/; download it if it is not there."""
     kept = KEPT / version
     if not (kept / "cuda.h").exists():
         with tempfile.TemporaryDirectory() as directory:
@@ -114,7 +114,7 @@ def fetch(version: str) -> Path:
 
 
 def unpack(wheel: Path, kept: Path) -> None:
-    """Keep the header of a package. Raise RegistryError if it has none."""
+    """Extract the header of a package to `kept`. Raise RegistryError if there is none."""
     with zipfile.ZipFile(wheel) as archive:
         inside = [name for name in archive.namelist() if name.endswith("/include/cuda.h")]
         if not inside:
@@ -145,7 +145,7 @@ def faults_of_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def check() -> int:
-    """Compare with the newest header; return 1 if something is missing or differs."""
+    """Compare with the newest header; return 1 if a function is missing or differs, else 0."""
     known = [name for names in read_declared().values() for name in names]
     why = ""
     try:

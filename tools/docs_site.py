@@ -44,7 +44,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 
 def placed(path: str) -> str:
-    """Return the place of a repository file in the site."""
+    """Return the path of a repository file in the site."""
     if path == INDEX:
         return "index.md"
     if path.startswith("docs/"):
@@ -77,8 +77,8 @@ def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
 def contents(text: str, pages: set[str]) -> str:
     """Return Sphinx's tables of contents: a caption for each heading, a line for each page.
 
-    A page counts where it is linked first. A README.md below a listed directory needs no line of
-    its own, so that the index need not change when an example is added.
+    A page is listed where it is linked first. A README.md below a listed directory needs no line in
+    the index, so that the index need not change when an example is added.
     """
     tables: list[tuple[str, list[str]]] = []
     seen = {INDEX}
@@ -177,7 +177,7 @@ def outside_assets(site: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build the site from scratch."""
+    """Build the site from scratch; return the exit status."""
     try:
         stage(STAGE)
     except ValueError as e:

@@ -42,7 +42,7 @@ def _place(document: Any, path: list[str | int]) -> str:
 
 
 def main() -> int:
-    """Check the file."""
+    """Check the file; return the exit status."""
     try:
         found = faults(tomllib.loads(TABLES.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as e:

@@ -27,7 +27,7 @@ SHORT = {
     "{OF}": '{instance=~"$instance",gpu=~"$gpu",container=~"$container"}',
     "[I]": "[$__rate_interval]",
 }
-"""Short forms in the queries below: selections of series, and the interval."""
+"""Abbreviations in the queries below: selections of series, and the interval."""
 GPU = "GPU {{index}} {{instance}}"
 CONTAINER = "{{container}} GPU {{gpu}}"
 
@@ -46,7 +46,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class PanelRow:
-    """Panels below a title: numbers, or curves."""
+    """Panels below a title: single values (`stat`) or curves (`timeseries`)."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -308,7 +308,7 @@ COLUMNS = 24
 
 
 def written_out(query: str) -> str:
-    """Return a query with the short forms expanded."""
+    """Return a query with the abbreviations expanded."""
     for short, long in SHORT.items():
         query = query.replace(short, long)
     return query

@@ -1,4 +1,4 @@
-"""Builds the C parts and adds them to the wheel, which is for one architecture and any Python 3."""
+"""Builds the C parts and adds them to the wheel, which suits one architecture and any Python 3."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
 UNITS = ("systemd", "udev", "config.yaml")
 CODE = "tidegate/python"
-"""Directory of the packages in the wheel: packaging/wheel/tidegate says why."""
+"""Directory of the packages in the wheel; the reason is in packaging/wheel/tidegate."""
 
 
 class WheelBuild(BuildHookInterface[Any]):
     """Called by hatchling for each wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build with meson, and list the files to include. An editable install is a checkout."""
+        """Build with meson, and list the files to include; an editable install needs neither."""
         if version == "editable":
             return
         root = Path(self.root)
@@ -48,6 +48,6 @@ class WheelBuild(BuildHookInterface[Any]):
 
 
 def _glibc(libraries: list[Path]) -> int:
-    """Return N of the oldest glibc 2.N that has what the libraries need."""
+    """Return N of the oldest glibc, 2.N, that has all symbol versions that the libraries need."""
     asked = [re.findall(rb"\bGLIBC_2\.([0-9]+)", path.read_bytes()) for path in libraries]
     return max(int(number) for found in asked for number in found)

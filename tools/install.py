@@ -67,7 +67,7 @@ class Installer:
         self.written: set[Path] = set()
 
     def place(self, path: str) -> Path:
-        """Return the target of a path, below the prefix unless absolute; create its directory."""
+        """Return the target of a path, below the prefix unless absolute; create its parent."""
         target = self.destdir / str(PurePosixPath(self.prefix, path)).lstrip("/")
         missing = [d for d in (target.parent, *target.parent.parents) if not d.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class Installer:
         self.written.add(target)
 
     def link(self, path: str, to: str) -> None:
-        """Make a relative link atomically, because engines start no container without it."""
+        """Make a relative link atomically, because engines cannot start containers without it."""
         target = self.place(path)
         making = target.with_name(f".{target.name}.new")
         making.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def files(directory: Path) -> Iterator[Path]:
 
 
 def code(to: Installer, python: str, build: Path) -> None:
-    """Install the packages, and the commands as links: a program finds its code by its location."""
+    """Install the packages, and the commands as links, because programs locate code by path."""
     for package in CODE:
         for path in files(ROOT / package):
             name = str(path.relative_to(ROOT))

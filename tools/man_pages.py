@@ -27,8 +27,7 @@ from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/man"
 DATE = "2026-11-22"
-"""When the pages were last reviewed as a whole. Not the current date: builds must be reproducible.
-"""
+"""Date of the last review of all pages, and not the current date: builds must be reproducible."""
 
 SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
 
@@ -40,15 +39,15 @@ EFFECTS = {
 
 
 def plain(text: str) -> str:
-    """Return text as roff, every character verbatim."""
+    """Return text as roff that shows every character verbatim."""
     return "".join(SPECIAL.get(char, char) for char in text)
 
 
 def words(text: str) -> str:
-    """Return prose with Markdown's code as roff.
+    """Return prose that may contain Markdown's code and links as roff.
 
-    A link at the end of a clause or sentence becomes the document that it names, any other link its
-    text.
+    A link at the end of a clause or sentence is replaced by the path of the document, and any other
+    link by its text.
     """
     text = " ".join(text.split())
     text = re.sub(r"\[[^]]*\]\(([^)]*)\)(?=[.,;)]|$)", lambda link: _document(link[1]), text)
@@ -60,7 +59,7 @@ def words(text: str) -> str:
 
 
 def _document(link: str) -> str:
-    """Return the target of a link in the pages of docs/reference."""
+    """Return the path of the document to which a link in a page of docs/reference leads."""
     return posixpath.normpath(f"docs/reference/{link.partition('#')[0]}")
 
 
@@ -78,7 +77,7 @@ def option_words(text: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Return a paragraph as source lines, none of which looks like a request."""
+    """Return a paragraph as source lines, none of which roff takes for a request."""
     lines = textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
     return [f"\\&{line}" if line.startswith((".", "'")) else line for line in lines]
 
@@ -110,7 +109,7 @@ class ManPage:
             self.lines += _wrapped(words(paragraph))
 
     def items(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Add a list of terms, which are roff already, with their meanings."""
+        """Add a list of terms, which have to be roff, with their meanings."""
         for term, text in rows:
             self.lines += [".TP", term, *_wrapped(words(text) or "\\&")]
 

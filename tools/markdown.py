@@ -1,7 +1,7 @@
 """Reads the links, anchors and fenced blocks of Markdown pages, for tools and tests.
 
-It works line by line and supports the Markdown that the project's pages use: fences of three
-backticks, inline links and images, headings with #.
+It supports only the Markdown that the project's pages use: fences of three backticks, inline links
+and images, headings with #.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Link:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return every page of the repository, including new ones, without ignored ones."""
+    """Return every page of the repository, including untracked ones, except ignored ones."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"],
         cwd=root,
@@ -133,7 +133,7 @@ def _masked(text: str) -> str:
 
 def with_links(text: str, rewritten: dict[str, str]) -> str:
     """Return the page with its link targets replaced as in `rewritten`."""
-    # From the end, so that earlier positions stay valid.
+    # Replaced from the end, so that earlier positions stay valid.
     for match in reversed(list(LINK.finditer(_masked(text)))):
         target = rewritten.get(match["target"])
         if target is not None:
@@ -143,7 +143,7 @@ def with_links(text: str, rewritten: dict[str, str]) -> str:
 
 
 def headings(text: str) -> list[tuple[int, str]]:
-    """Return the headings: their depth, and their words without backticks and links."""
+    """Return the depth of each heading, and its text without backticks and links."""
     found = []
     for line in prose(text):
         match = HEADING.match(line.text)

@@ -58,7 +58,7 @@ MUTANTS = """
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold, where the code ensures it, and the tests that attack it."""
+    """A rule: its text, the code that ensures it, and the tests that attack it."""
 
     id: str
     text: str
@@ -78,7 +78,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Patch the file below `root`, and return its old text; ValueError if it does not apply."""
+        """Patch the file below `root`, and return its old text; raise ValueError on a mismatch."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
@@ -187,7 +187,7 @@ command ends, because a mutant may change the host itself as if it were a contai
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; return pytest's status and the name of that test."""
-    # Time stamps in caches are in whole seconds, and mutants follow each other faster.
+    # Cached bytecode has time stamps in whole seconds, and mutants may change a file more often.
     for cache in tree.rglob("__pycache__"):
         shutil.rmtree(cache)
     command = [
@@ -215,7 +215,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def hunt(rules: list[str]) -> int:
-    """Run the mutants of some rules, or of all; return 1 if one survives."""
+    """Run the mutants of these rules, or of all; return 1 if one survives, else 0."""
     _, mutants = read_table()
     chosen = [mutant for mutant in mutants if not rules or mutant.rule in rules]
     survivors = 0

@@ -15,7 +15,7 @@ BYTES = {2: 3, 6: 4}
 
 
 def repack(png: bytes) -> bytes:
-    """Return the same picture, compressed again; raise ValueError for an unexpected kind."""
+    """Return the same picture, recompressed; raise ValueError if its format is not supported."""
     width, height, kind, rows = read(png)
     data = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
     head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
@@ -27,7 +27,7 @@ def repack(png: bytes) -> bytes:
 
 
 def read(png: bytes) -> tuple[int, int, int, list[bytes]]:
-    """Return width, height, kind and the rows of pixels."""
+    """Return the width and height in pixels, the colour type, and the rows of pixels."""
     parts: dict[bytes, bytes] = {}
     at = len(SIGNATURE)
     while at < len(png):
@@ -47,7 +47,7 @@ def read(png: bytes) -> tuple[int, int, int, list[bytes]]:
 
 
 def _unfilter(kind: int, coded: bytes, above: bytes, step: int) -> bytes:
-    """Return a row's pixels; the coded bytes are differences from a prediction."""
+    """Return a row's pixels, which are coded as differences from a prediction."""
     if kind == 0:
         return coded
     row = bytearray(step) + coded  # a black pixel is prepended

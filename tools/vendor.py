@@ -23,7 +23,7 @@ MODULE = "pynvml.py"
 
 
 def licence(text: str) -> str:
-    """Return the comment at the beginning of a module."""
+    """Return the licence, which is the comment at the beginning of a module."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -50,7 +50,7 @@ def from_here(directory: Path) -> None:
 
 
 def by_pip(directory: Path) -> None:
-    """Have pip fetch the packages of requirements-vendor.lock."""
+    """Install the packages of requirements-vendor.lock with pip."""
     lock = ROOT / "requirements-vendor.lock"
     options = ["--no-deps", "--no-compile", "--require-hashes", "--only-binary", ":all:"]
     pure = ["--platform", "any", "--implementation", "py", "--abi", "none"]

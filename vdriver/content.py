@@ -16,7 +16,7 @@ from vdriver.errors import LibraryError
 from vdriver.manifest import Manifest, ManifestFile
 from vdriver.plan import BIN, DATA, LIB32, LIB64, ORIGIN, SETS
 
-# Directories that a generation may have without any file of the manifest in them.
+# Directories that a generation may have even if no file of the manifest is in them.
 DIRECTORIES = (".", LIB64, f"{LIB64}/{ORIGIN}", LIB32, BIN, DATA, SETS)
 LOADED = ("library", "control")  # roles of the files that programs load
 
@@ -33,7 +33,7 @@ def digest(manifest: Manifest) -> str:
     """Return the digest in a generation's name: the first 12 hex digits of a SHA-256.
 
     The hash covers the manifest, and through it all content. It excludes the generation's name and
-    the fields with the origin and the time of the content.
+    the fields for the origin and the time of the content.
     """
     document = manifest.to_json()
     del document["generation"], document["source"]
@@ -48,7 +48,8 @@ def digest(manifest: Manifest) -> str:
 def check_content(generation: Path, manifest: Manifest, *, read: bool = True) -> Iterator[Fault]:
     """Yield every difference between a generation and its manifest, in names as well as content.
 
-    Without `read` no file is opened: only file types, links, modes and sizes are compared.
+    Without `read` no file is opened: only names, file types, links, modes, owners and sizes are
+    compared.
     """
     yield from _check_name(generation, manifest)
     tree = _Tree(generation, read=read)
@@ -115,11 +116,11 @@ class _Tree:
         }
 
     def text(self, path: str) -> str:
-        """Return the target of a link, as it is stored."""
+        """Return the target of a link, unresolved."""
         return str((self.root / path).readlink())
 
     def find_link_fault(self, path: str) -> str | None:
-        """Return a fault if a link is dangling or leads out of the generation, else None."""
+        """Return the reason if a link is dangling or leads out of the generation, else None."""
         text = self.text(path)
         target = os.path.normpath(f"{Path(path).parent}/{text}")
         if text.startswith("/") or target not in self.entries:
@@ -209,9 +210,9 @@ def _check_set(  # noqa: PLR0917 - private, and called once
     base: str,
     expected: set[str],
 ) -> Iterator[Fault]:
-    """Compare a set's directory with its names, and each entry with that in lib64 or lib32.
+    """Compare a set's directory with the set's names, and each entry with the one in `base`.
 
-    Adds the paths that belong to the set to `expected`.
+    `base` is lib64 or lib32. The paths that belong to the set are added to `expected`.
     """
     if directory not in tree.entries:
         yield Fault(directory, "is missing")

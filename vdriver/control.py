@@ -1,8 +1,8 @@
 """Reads the control libraries for a mirror, and hides the exports that the driver lacks.
 
 A control library exports every function of the newest driver. An older driver lacks some of them,
-and a program must not find such a name either: programs choose their code path by the result of the
-lookup. So those names are made undefined in the mirror's copy.
+and then a program must not find these in the control library, because programs choose their code
+path by the result of the lookup. So those names are made undefined in the mirror's copy.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SECTION_AT, VALUE_AT = 6, 8
 class ControlLibraries:
     """The control libraries for libcuda and for NVML.
 
-    `cuda_content` and `nvml_content` are the contents of the copies in the mirror; None if a copy
-    is unchanged.
+    `cuda_content` and `nvml_content` are the contents of the mirror's copies; None if a copy is the
+    same as the library.
     """
 
     cuda: Library
@@ -57,8 +57,8 @@ def fit_control(
 ) -> ControlLibraries:
     """Return the libraries without the names that `driver` does not export.
 
-    Raise MirrorError if one cannot be patched, and LibraryError if a file cannot be read. A driver
-    without any export was not parsed correctly, so in that case no name is hidden.
+    Raise MirrorError if a library cannot be patched, and LibraryError if a file cannot be read. A
+    driver without any export was not parsed correctly, so in that case no name is hidden.
     """
     return dataclasses.replace(
         control,
@@ -81,8 +81,8 @@ def _fit(control: Library, file: DriverFile, exports: Exports) -> bytes | None:
 def hide_exports(content: bytes, names: Collection[str]) -> bytes:
     """Return the 64-bit library `content` without definitions of the dynamic symbols `names`.
 
-    The loader's search skips undefined symbols, so the hash table stays unchanged. A library that
-    refers to one of the names itself would no longer load, so it is refused with ValueError.
+    The loader's search skips undefined symbols, so the hash table can stay unchanged. A library
+    that itself refers to one of the names would no longer load, so it is refused with ValueError.
     """
     from elftools.elf.relocation import RelocationSection
 

@@ -75,9 +75,9 @@ def find_driver(
     read: Read = read_library,
     sockets: bool = False,
 ) -> Driver:
-    """Return the driver below `root`, searching only `directories` when they are given.
+    """Return the driver below `root`, searching only `directories` if they are given.
 
-    The driver is complete and of one version, that of the kernel module if one is loaded;
+    The driver is complete and of one version, that of the kernel module if one is loaded. Raise
     DriverError if there is no such driver. `read` may cache its results; `sockets` adds the
     directories with the sockets of the driver's services.
     """
@@ -162,7 +162,7 @@ def _scan(tree: Tree, tables: Tables, directories: Sequence[str | Path] | None) 
 
 
 def _search_directories(tree: Tree, wanted: Iterable[str], tables: Tables) -> tuple[str, ...]:
-    """Return the directories that exist, each once, and those to which links in them lead."""
+    """Return the directories that exist, and those to which links in them lead, each once."""
     real: dict[str, None] = {}
     for directory in wanted:
         # Debian's alternatives: libcuda.so.1 -> /etc/alternatives/... -> nvidia/current/libcuda...
@@ -225,7 +225,10 @@ def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> It
 def _first(
     found: _Found, paths: Sequence[str], name: str, read: Read, machines: Sequence[str]
 ) -> DriverFile | None:
-    """Return the first of several copies that a 64-bit process on `machines` can load."""
+    """Return the first of several copies that a 64-bit process on one of `machines` can load.
+
+    Return None if there is none; raise DriverError if that is because a copy cannot be read.
+    """
     error: LibraryError | None = None
     for path in paths:
         try:
@@ -294,7 +297,7 @@ def _complete(
 ) -> Driver:
     reader = TreeReader(chosen.found.tree, read)
     machine = chosen.cuda.library.machine
-    # Most files are next to libcuda; the other directories are searched for those that are not.
+    # Most files are next to libcuda; the other directories are searched for the rest.
     own = os.path.dirname(chosen.cuda.path)  # noqa: PTH120
     directories = tuple(dict.fromkeys((own, *chosen.found.directories)))
     libraries = _libraries(reader, directories, chosen.version, tables)
@@ -323,7 +326,7 @@ def _complete(
         programs=tuple(programs[n] for n in sorted(programs)),
         data=data,
         binds=binds,
-        # A wrapper script in /usr/bin is reported only if no program of its name was found.
+        # A wrapper script in /usr/bin is reported only if no program with its name was found.
         skipped=tuple(
             s
             for s in sorted(set(reader.skipped), key=lambda s: s.path)
@@ -340,8 +343,8 @@ def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ..
         for n in names
         if tables.knows(n) and not tables.is_companion(n) and (v := version_in_name(n))
     }
-    # A version like 1.0 or 4.0.0 is a soname's, not a driver's: driver versions have begun with
-    # three digits since 2012.
+    # A version like 1.0 or 4.0.0 is that of a soname, not of a driver: driver versions have begun
+    # with three digits since 2012.
     found = {
         v
         for v in found
@@ -374,7 +377,7 @@ def _libraries(
                 companions.setdefault((kind, stem(name)), []).append((directory, file))
     for (kind, name), files in companions.items():
         chosen = None
-        # If the driver has a library of that name, the companion is a leftover of an older branch.
+        # If the driver has a library of that name, the companion is left over from an older branch.
         if not any(k == kind and stem(n) == name for k, n in libraries):
             chosen = _companion(reader.tree, files)
             libraries[kind, chosen.name] = chosen
@@ -385,7 +388,7 @@ def _libraries(
 
 
 def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFile:
-    """Return the file to which the link of its soname leads, or the newest if there is no link."""
+    """Return the file to which the link of the soname leads, or the newest if there is no link."""
     for directory, file in files:
         if tree.regular(f"{directory}/{file.library.soname}") == file.path:
             return file

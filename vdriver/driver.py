@@ -1,4 +1,4 @@
-"""Dataclasses that describe a driver: the files found below a root, and those left out.
+"""Dataclasses that describe a driver: the files found below a root, and those that are left out.
 
 discover.py, fixed_dirs.py and wsl.py create them; plan.py turns them into a generation.
 """
@@ -25,9 +25,9 @@ class DriverFile:
 class DataFile:
     """A file for one of the places in libraries.toml.
 
-    `host` is the path by which the file is opened. `content` is set if the mirror's
-    content is not the file's. `path` is None if the host has no such file and the content comes
-    from libraries.toml.
+    `host` is the path by which the file is opened. `content` is set if the mirror's copy differs
+    from the file. `path` is None if the host has no such file and the content comes from
+    libraries.toml. `size` is in bytes.
     """
 
     place: str

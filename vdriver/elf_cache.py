@@ -67,13 +67,13 @@ class ElfCache:
             answer = _read_file(name)
             if stamp is None or not _is_settled(stamp):
                 return _unpack(answer)
-            # The stamp was taken before the file was read, so a change during reading is noticed.
+            # The stamp is taken before the file is read, so a change during reading is noticed.
             kept = self._known[name] = stamp, answer
         self._used[name] = kept
         return _unpack(kept[1])
 
     def save(self) -> None:
-        """Store the results that this run used, if not yet stored; raise OSError if that fails."""
+        """Store the results that this run used if they changed; raise OSError if that fails."""
         if self._file is None or self._same():
             return
         document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._used.items()}}
@@ -81,12 +81,12 @@ class ElfCache:
         self._stored = dict(self._used)
 
     def _same(self) -> bool:
-        # Errors compare by identity: an error that came from the file is the same object in both.
+        # Errors compare by identity: an error that was loaded from the file is one object in both.
         return self._used == self._stored
 
 
 def _stamp(path: str) -> Stamp | None:
-    """Return values that change when a regular file changes; None if `path` is not such a file."""
+    """Return values that change when a regular file changes; None if `path` is not one."""
     try:
         s = os.lstat(path)
     except (OSError, ValueError):
@@ -165,7 +165,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Replace a file atomically; after a power failure either the old or the new one exists."""
+    """Replace a file atomically; after a power failure, the old or the new file exists."""
     fd, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # mode 0600
     try:
         with os.fdopen(fd, "wb") as new:

@@ -30,9 +30,9 @@ def find_data(
     directories: Sequence[str],
     libraries: Collection[str],
 ) -> tuple[DataFile, ...]:
-    """Return the files of each place, the first of each name; unusable files are skipped.
+    """Return the files of each place, the first one of each name; skip unusable files.
 
-    `libraries` contains the names of the driver's libraries, each without `.so` and what follows.
+    `libraries` contains the names of the driver's libraries, each up to and without `.so`.
     """
     found: dict[tuple[str, str], DataFile] = {}
     words = {"version": version, "triplet": TRIPLETS[machine]}
@@ -84,7 +84,7 @@ def _file(reader: TreeReader, place: str, path: str, machine: str) -> DataFile |
         if read is None:
             return None
         real, library = read
-        # 32-bit libraries have their own directories; those for another machine are of no use.
+        # 32-bit libraries have other directories, and libraries for another machine are useless.
         if library.bits != 64 or library.machine != machine:
             return None
     else:
@@ -107,8 +107,9 @@ def _file(reader: TreeReader, place: str, path: str, machine: str) -> DataFile |
 def portable(name: str, text: bytes) -> bytes | None:
     """Return the text with absolute paths of libraries shortened to file names.
 
-    Return None if there are none, or if the format is unknown; the file is then mirrored unchanged.
-    On NixOS and in some clouds these files name libraries by paths that do not exist in containers.
+    Return None if it has no such path, or if its format is unknown; the file is then mirrored
+    unchanged. On NixOS and in some clouds these files name libraries by paths that do not exist in
+    containers.
     """
     try:
         if name.endswith(".icd"):
@@ -118,7 +119,7 @@ def portable(name: str, text: bytes) -> bytes | None:
         document = json.loads(text)
         changed_document = _relative(document)
     except (ValueError, RecursionError):
-        return None  # an unknown format; the file is mirrored unchanged
+        return None  # an unknown format
     if changed_document == document:
         return None
     return json.dumps(changed_document, indent=4).encode() + b"\n"

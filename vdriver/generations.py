@@ -2,12 +2,13 @@
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-it keeps every generation that could be in use in a place that it cannot examine. The search may
-take a minute; it holds only the generations' own locks, so a refresh does not wait for it. The
-driver directory's lock is taken for the removal.
+every generation that a process or namespace that it cannot examine could use is kept. The search
+may take a minute; only the locks of the generations are held during it, so a refresh does not wait.
+The lock of the driver directory is taken for the removal.
 
-A library that is only mapped (its process lost the mount) does not count: a removed file stays
-available to processes that have it open, and finding them means reading the maps of every process.
+A library that is only mapped, because its process lost the mount, does not count as a use: a
+removed file stays available to processes that have it open, and to find them, the maps of every
+process would have to be read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from vdriver.mirror import DAMAGED, TEMPORARY, locked
 from vdriver.mountinfo import Location, Sought, locate, parse_mountinfo
 from vdriver.namespaces import NamespaceUse, search
 
-# `tidegate refresh` deletes names that begin with TEMPORARY, which completes an aborted removal.
+# `tidegate refresh` deletes files whose names begin with TEMPORARY, which completes an aborted
+# removal.
 REMOVING = f"{TEMPORARY}gc-"
 NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REMOVING}.+")
 
@@ -54,7 +56,7 @@ class GenerationOutcome:
 
 @dataclass(frozen=True)
 class Collection:
-    """The result of `collect` or of its dry run; `notes` name what it could not examine."""
+    """The result of `collect` or of its dry run; `notes` tell what could not be examined."""
 
     directory: Path
     dry_run: bool
@@ -63,7 +65,7 @@ class Collection:
 
     @property
     def freed(self) -> int:
-        """Bytes that the removal of generations freed."""
+        """Bytes that the removal of generations freed, or in a dry run would free."""
         return sum(o.freed for o in self.outcomes)
 
     def require_removed(self) -> None:
@@ -88,7 +90,7 @@ def collect(
     This includes generations that were set aside as damaged and leftovers of earlier runs; no other
     file is touched. `nested` asserts that all containers are in this PID namespace although it is
     not the machine's initial one. The search for uses takes at most `seconds`. Raise MirrorError if
-    the directory does not exist or no generation is in force.
+    the directory does not exist, or if it has generations but none of them is in force.
     """
     directory = Path(driver_dir).resolve()
     given = os.path.abspath(driver_dir)  # noqa: PTH100 - links stay: mounts may show either name
@@ -154,8 +156,8 @@ def _is_at(path: Path, fd: int) -> bool:
 def _in_force(directory: Path) -> str:
     current = directory / CURRENT
     generation = Path(os.path.realpath(current))  # Path.resolve raises for a loop of links
-    # Without `current`, no generation would be in force and all would be removed, although the link
-    # may have been deleted by mistake, or the restore of a backup may not be complete.
+    # Without `current`, no generation would be in force, and all would be removed. But the link may
+    # have been deleted by mistake, or the restoration of a backup may be incomplete.
     if generation.parent != directory or not generation.is_dir():
         raise MirrorError(f"{current}: no generation is in force", hint="run tidegate refresh")
     return generation.name
@@ -218,7 +220,7 @@ def blocks(directory: Path) -> int:
 
 @dataclass
 class _Usage:
-    """Uses of generations and reasons to keep them, by name; `notes` name what was not examined."""
+    """Uses of generations and reasons to keep them, by name; `notes` tell what was not examined."""
 
     kept: dict[str, str] = field(default_factory=dict)
     uses: dict[str, list[NamespaceUse]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ STATX_MNT_ID = 0x1000
 
 
 class MountedFile(NamedTuple):
-    """The identity of a file: `mount` is the id of its mount; None before Linux 5.8."""
+    """The identity of a file; `mount` is the id of its mount, or None before Linux 5.8."""
 
     device: int
     inode: int
@@ -28,7 +28,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def next_namespace(fd: int, request: int) -> int | None:
-    """Open the mount namespace after or before that of `fd`; None at the end of the list."""
+    """Open the mount namespace after or before that of `fd`; None if `fd` is the last or first.
+
+    `request` is NS_MNT_GET_NEXT or NS_MNT_GET_PREV. Raise OSError if the kernel has no list.
+    """
     try:
         following: int = fcntl.ioctl(fd, request, bytearray(16))
     except FileNotFoundError:
@@ -44,7 +47,10 @@ def enter_namespace(fd: int, kind: int) -> None:
 
 
 def identify_link(directory: int, path: str) -> MountedFile:
-    """Identify a link's target from the kernel's cache, without a request to a file server."""
+    """Identify a link's target from the kernel's cache, without a request to a file server.
+
+    Raise OSError if the link cannot be followed.
+    """
     buffer = ctypes.create_string_buffer(256)
     if libc.statx(
         directory, os.fsencode(path), AT_STATX_DONT_SYNC, STATX_INO | STATX_MNT_ID, buffer

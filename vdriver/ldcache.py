@@ -1,7 +1,7 @@
 """Reads the loader's cache, /etc/ld.so.cache, without running ldconfig.
 
 It supports the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
-(`ld.so-1.7.0`), and both in one file. It does not know which libraries belong to a driver.
+(`ld.so-1.7.0`), and a file that has both. It does not know which libraries belong to a driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_STRING = 4096
 
 
 class CacheError(ValueError):
-    """The bytes are not a readable cache; the message gives the reason."""
+    """The data are not a valid cache; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, .
     total = 0
     for flags, key, value, hwcap in rows:
         soname, path = _string(data, base + key), _string(data, base + value)
-        # Entries may share names, so one long name that all of them share could fill memory.
+        # Entries may share names, so a long name that all of them share could exhaust memory.
         total += len(soname) + len(path)
         if total > MAX_BYTES:
             raise CacheError("the names take too many bytes")

@@ -33,7 +33,7 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class CapabilitySet:
-    """Directories of libraries for a container that asks for these capabilities."""
+    """The directories of libraries, and the names in them, for these capabilities."""
 
     capabilities: tuple[str, ...]
     lib64: str
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bind:
-    """A directory of the host that a container gets under the same path, if it exists."""
+    """A directory of the host that containers get at the same path, if it exists."""
 
     path: str
     capability: str
@@ -72,7 +72,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class Watched:
-    """A file that makes the generation stale when it changes; role is `driver` or `control`."""
+    """A file whose change makes the generation stale; `role` is `driver` or `control`."""
 
     path: str
     role: str
@@ -112,7 +112,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read the manifest at `path`, or in the generation `path`; raise MirrorError if that fails."""
+    """Read the manifest at `path`, a file or a generation; raise MirrorError if that fails."""
     file = Path(path)
     if file.is_dir():
         file /= NAME

@@ -1,15 +1,15 @@
 """Writes a planned generation of the mirror, so that only complete generations are ever in force.
 
 A generation is written under a temporary name, made durable, and renamed to a name that is derived
-from its content. Only then is `current` switched to it, by rename as well. If this process is
-killed at any point, the previous generation stays in force, and the next run removes the temporary
-files. The lock of the output directory allows one run at a time.
+from its content. Only then is `current` switched to it, also by a rename. If this process is killed
+before that, the previous generation stays in force, and the next run removes the temporary files.
+The lock of the output directory allows one run at a time.
 
 If the file system allows it, file content is shared: with the previous generation, or with the
 driver's file, by a reflink or a hard link. A hard link is made only to a file that no user but root
-may write. Such a link shares the content: a program that rewrites the driver's file in place
-changes the mirror as well. Package managers do not do that: they rename. `tidegate verify` reports
-such a change, and so does the next refresh, which makes another generation.
+may write. A program that rewrites the driver's file in place then changes the mirror as well.
+Package managers do not rewrite files: they rename new ones to their names. `tidegate verify`
+reports such a change, and so does the next refresh, which makes another generation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Applied:
     """The generation now in force, the previous one, and whether anything was written.
 
     `how` counts files by how their content was obtained: shared (with the previous generation, or
-    within this one), reflinked, hard-linked, copied. `aside` is the path to which a damaged
+    within this one), reflinked, hard-linked or copied. `aside` is the path to which a damaged
     generation was moved.
     """
 
@@ -89,11 +89,11 @@ def apply_mirror(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> Applied:
-    """Make the plan's generation and put it in force; change nothing if it already is.
+    """Make the plan's generation and put it in force; change nothing if it already is in force.
 
     Call this within `exclusive`. With `repair` the content of the generation in force is read, and
-    a damaged generation is set aside. `progress` is called with the number of bytes done and the
-    total.
+    a damaged generation is set aside. `progress` is called with the bytes done and the total.
+    Raise MirrorError if a source changes or the file system is full, and OSError for other faults.
     """
     _remove_stale(directory)
     previous = current_manifest(directory)
@@ -129,7 +129,7 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
 
 
 def _explain(e: OSError, directory: Path) -> MirrorError:
-    """Return an error with the reason why the mirror cannot be written, and a hint."""
+    """Return an error with the reason for which the mirror cannot be written, and a hint."""
     message = f"{e.filename or directory}: {e.strerror or e}"
     if e.errno == errno.EROFS:
         hint = "mount it writable, or name another directory with --output"
@@ -153,7 +153,7 @@ def current_manifest(output: str | Path) -> Manifest | None:
 
 
 def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
-    """Return whether `manifest` is the one that `plan` would make, and all its files still exist.
+    """Return whether `plan` would make `manifest` again, and all of its files still exist.
 
     Names, sizes, times and build ids are compared: a mirrored file keeps its source's time, and the
     control libraries and the driver's libcuda and libnvidia-ml are in `watch`. No content is read.
@@ -194,7 +194,7 @@ def _same(operation: Copy | PlannedLink, file: ManifestFile, made: Path) -> bool
 
 
 def _usable(operation: Copy, status: os.stat_result) -> bool:
-    """Return whether all users may read or run a file, and only root or this user may write it."""
+    """Return whether all users may read (or run) a file, and only root or this user may write."""
     wanted = 0o555 if operation.role == "program" else 0o444
     owned = status.st_uid in (0, os.geteuid())
     return owned and status.st_mode & 0o7022 == 0 and status.st_mode & wanted == wanted
@@ -247,7 +247,7 @@ class _Writer:
             }
 
     def materialise(self) -> tuple[Manifest, bool]:
-        """Write the generation; the flag is false if an intact one was there already."""
+        """Write the generation; return its manifest, and False if an intact one already existed."""
         plan, output = self.plan, self.output
         import shutil
 
@@ -289,9 +289,9 @@ class _Writer:
     def _copy(self, operation: Copy, work: Path) -> ManifestFile:
         """Write one file's content and time, and return its entry.
 
-        The entry has the hash of the written content. The run fails if a source has changed since
-        the search: a package is being upgraded, and a mixture of both versions would be worse than
-        either.
+        The entry has the hash of the written content. If a source has changed since the search,
+        MirrorError is raised: a package is being upgraded, and a mixture of both versions would be
+        worse than either.
         """
         target = work / operation.path
         host = operation.host
@@ -360,7 +360,7 @@ class _Writer:
         return sha256
 
     def _hard_link(self, operation: Copy, status: os.stat_result, target: Path) -> bool:
-        """Link to the driver's own file if that is as safe as a copy; return whether it did so."""
+        """Link to the driver's own file if that is as safe as a copy; return whether it did."""
         if not self.hard_links or operation.role == "control":
             return False
         if status.st_uid != 0 or not _usable(operation, status):
@@ -385,7 +385,7 @@ class _Writer:
         return True
 
     def _fill_sets(self, work: Path) -> None:
-        """Make the directories of the smaller sets from links to the files in lib64 and lib32."""
+        """Fill the directories of the smaller sets with links to the files in lib64 and lib32."""
         import shutil
 
         origin = tuple(f"{ORIGIN}/{n}" for n in _names(work / LIB64 / ORIGIN))
@@ -413,7 +413,7 @@ class _Writer:
 
 
 def _parents(plan: MirrorPlan) -> tuple[str, ...]:
-    """Return every directory of a generation, each after its parent."""
+    """Return every directory of a generation, parents first."""
     leaves = {o.path.rpartition("/")[0] for o in plan.operations}
     for s in plan.sets:
         leaves |= {s.lib64, f"{s.lib64}/{ORIGIN}", *((s.lib32,) if s.lib32 else ())}
@@ -434,9 +434,9 @@ def _changed(operation: Copy) -> MirrorError:
 
 
 def _adopt(work: Path, final: Path, plan: MirrorPlan) -> None:
-    """Keep the intact generation that already exists, and give it the new times and manifest.
+    """Give the intact generation `final` the new times and manifest, and remove `work`.
 
-    It is not replaced, because containers may have it mounted.
+    The generation is not replaced, because containers may have it mounted.
     """
     import shutil
 
@@ -455,7 +455,7 @@ def _free_name(final: Path) -> Path:
 
 
 def _exchange(work: Path, final: Path) -> Path:
-    """Put `work` in a damaged generation's place in one step; return the latter's new path."""
+    """Replace a damaged generation by `work` in one step; return the damaged one's new path."""
     import ctypes
 
     aside = _free_name(final)
@@ -524,7 +524,7 @@ def locked(directory: Path) -> Iterator[int]:
 def _remove_stale(output: Path) -> None:
     """Remove the temporary files of an interrupted run; the lock ensures that no run uses them.
 
-    A file that cannot be removed (a hard link to an immutable file) stays and does no harm.
+    A file that cannot be removed (a hard link to an immutable file) stays, which does no harm.
     """
     for name in os.listdir(output):  # noqa: PTH208 - names, not paths
         if not name.startswith(TEMPORARY):
@@ -548,7 +548,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a file's content, or a directory's names, durable."""
+    """Make the content of a file, or the names in a directory, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -35,9 +35,9 @@ class Location(NamedTuple):
 class Sought:
     """The directories that are looked for in mount tables.
 
-    `driver` is the location of the driver directory and `paths` are its paths; `places` are the
-    generations by name, and `directories` are the directories in them, as NAME/PATH by
-    (st_dev, st_ino).
+    `driver` is the location of the driver directory and `paths` are its paths; `places` maps the
+    name of each generation to its location, and `directories` maps the (st_dev, st_ino) of each
+    directory in a generation to NAME/PATH.
     """
 
     driver: Location
@@ -49,8 +49,8 @@ class Sought:
 def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]:
     """Return the mounts in the content of a mountinfo file, proc_pid_mountinfo(5).
 
-    A line that cannot be parsed is left out and added to `faults`. If `faults` is None, ValueError
-    is raised instead.
+    A line that cannot be parsed is left out and reported in `faults`. Raise ValueError instead if
+    `faults` is None.
     """
     mounts = []
     for line in data.split(b"\n"):  # a carriage return may be part of a name
@@ -85,7 +85,7 @@ def _unescape(text: bytes) -> str:
 
 
 def show(text: str) -> str:
-    """Return text from another process, without characters that control a terminal."""
+    """Return text from another process without characters that control a terminal."""
     safe = os.fsencode(text).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else "?" for c in safe)
 
@@ -112,8 +112,8 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
     """Return the generations that `mounts` use: those that contain the root of a mount.
 
     An overlay is on another device, and mountinfo shows its layers by the paths with which it was
-    mounted. A layer in a generation keeps that generation; any other layer in the driver directory
-    (`current`, which may lead elsewhere by now, or the directory as a whole) keeps all.
+    mounted. A layer in a generation uses that generation; any other layer in the driver directory
+    (`current`, which may lead elsewhere by now, or the directory as a whole) uses all of them.
     """
     used: set[str] = set()
     driver = sought.driver
@@ -128,7 +128,7 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
                 for path in {*sought.paths, *aliases}:
                     if f"{layer}/".startswith(f"{path}/"):
                         used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
-        # mountinfo shows a deleted directory as PATH//deleted, which thus counts as below PATH.
+        # mountinfo shows a deleted directory as PATH//deleted, which counts as below PATH here.
         root = f"{mount.root}/"
         for name, (device, path) in sought.places.items():
             if mount.device == device and root.startswith(f"{path}/"):

@@ -3,15 +3,15 @@
 Linux 6.12 and newer list the mount namespaces. On older kernels the search finds those of the
 threads in /proc, those that an open descriptor keeps alive, and those that a mount pins. It enters
 each namespace and reads the mounts there, because /proc/PID/mountinfo omits the mounts that a
-chroot hides from that process. A mount on / hides mounts from a process that enters; these are read
-from outside, through every process that has its root elsewhere. A directory that a process has
-open, or has as its working directory, counts as well: a mount without a namespace (open_tree,
-umount --lazy) can be found only in that way.
+chroot hides from that process. A mount on / hides mounts from a process that enters the namespace;
+these are read from outside, through every process whose root is not on a mount that was read. A
+directory that a process has open, or has as its working directory, counts as well: a mount without
+a namespace (open_tree, umount --lazy) can be found only in that way.
 
-The search does not find a mount that another mount on / hides, if no process has its root there;
-nor a directory that is open only through a descriptor in flight in a socket; nor an overlay's layer
-that was given as a relative path, or through another mount of the driver's directory that no longer
-exists.
+The search does not find the following: a mount that another mount on / hides, if no process has its
+root there; a directory that is open only through a descriptor in flight in a socket; an overlay's
+layer that was given as a relative path, or through another mount of the driver's directory that no
+longer exists.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compa
 
 @dataclass(frozen=True)
 class NamespaceUse:
-    """A mount namespace that has a generation mounted, and the processes in it, lowest pid first.
+    """A mount namespace in which a generation is mounted, and its processes, lowest pid first.
 
-    `inode` is 0 for a process that has a directory of the generation open.
+    For a process that has a directory of the generation open, `inode` is 0.
     """
 
     inode: int
@@ -75,7 +75,7 @@ class NamespaceUse:
 class GenerationUses:
     """The uses of each generation: `mounted` by namespace, `opened` by process.
 
-    `faults` are reasons why these lists may be incomplete; `notes` name what else was not examined.
+    `faults` are reasons why these lists may be incomplete; `notes` tell what else was not examined.
     """
 
     mounted: dict[str, list[NamespaceUse]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class GenerationUses:
 
 
 def search(sought: Sought, *, seconds: float) -> GenerationUses:
-    """Search every mount namespace, and what processes have open, for at most `seconds`."""
+    """Search all mount namespaces and open directories of processes, for `seconds` at most."""
     deadline = time.monotonic() + seconds
     reader, writer = os.pipe2(os.O_CLOEXEC)
     child = os.fork()
@@ -134,7 +134,7 @@ def _read_all(fd: int, deadline: float) -> bytes:
 
 
 def _merge(data: bytes) -> GenerationUses:
-    """Merge the child's lines; if it ended early, add its last position as a fault or a note."""
+    """Merge the child's lines; if it ended early, add its last position to the faults or notes."""
     found = GenerationUses()
     at, complete, ended = "", False, False
     for line in data.splitlines():
@@ -204,7 +204,7 @@ class _ChildSearch:
             self._check_hidden(listed=listed)
             if listed:
                 # The list of namespaces is complete without the descriptors. Any user can prolong
-                # the search of descriptors, so a timeout there is no reason to keep a generation.
+                # the search of descriptors, so a timeout there must not keep a generation.
                 self._report()
         except _LateError:
             self._fault(f"the search reached its time or mount limit at {self.last}")
@@ -267,7 +267,7 @@ class _ChildSearch:
     # Namespaces
 
     def _read_listed(self) -> bool:
-        """Read the namespaces that the kernel lists; return False if it does not list them all."""
+        """Read the namespaces that the kernel lists; return False if the list is not complete."""
         try:
             status = self._file("self/status", 1 << 16)
             effective = int(re.findall(rb"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
@@ -325,9 +325,9 @@ class _ChildSearch:
         return mounts
 
     def _enter_at(self, path: str, inode: int, what: str) -> None:
-        """Read the namespace to which a link below /proc leads.
+        """Read the namespace `inode`, to which a link below /proc leads.
 
-        If it leads to another namespace by now, nothing is read: the next round examines the
+        If the link leads to another namespace by now, nothing is read: the next round examines the
         process again.
         """
         try:
@@ -345,7 +345,7 @@ class _ChildSearch:
             pinned = _inode(mount.root) if mount.type == "nsfs" else None
             if pinned is None or pinned in self.read:
                 continue
-            # The path is valid in the namespace that was just read, so that one is entered again.
+            # The path is valid in the namespace that was just read, which is therefore re-entered.
             where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
             self._at(where)
             try:
@@ -362,7 +362,7 @@ class _ChildSearch:
     def _tasks(self) -> Iterator[tuple[int, int]]:
         for pid in sorted(int(n) for n in os.listdir(self.proc) if n.isdigit()):  # noqa: PTH208
             if pid != os.getpid():
-                # By thread: each may have its own namespace, and the first may have ended.
+                # Each thread may have its own namespace, and the first thread may have ended.
                 for task in self._names(f"{pid}/task"):
                     self._check()
                     yield pid, int(task)
@@ -395,10 +395,10 @@ class _ChildSearch:
     def _look_at_root(self, path: str, pid: int, inode: int, *, follow: bool) -> None:
         """Read the mounts that a process sees, if its root is not on a mount that was read.
 
-        A namespace that is newer than the kernel's list has only copies of listed namespaces'
-        mounts; then `follow` is false, and no further round is needed. If the process changes its
-        namespace during the read, the kernel returns no mounts at all (Linux 6.18: in half of the
-        reads for a process that keeps changing it), so an empty result proves nothing.
+        `follow` is false for a namespace that is newer than the kernel's list: its mounts are
+        copies of mounts in listed namespaces, so no further round is needed. If the process changes
+        its namespace during the read, the kernel returns no mounts at all (Linux 6.18: in half of
+        the reads for a process that keeps changing it), so an empty result proves nothing.
         """
         try:
             root = self._identity(f"{path}/root")
@@ -425,9 +425,9 @@ class _ChildSearch:
     def _check_hidden(self, *, listed: bool) -> None:
         """Read the mounts of the threads whose namespace could not be determined.
 
-        With `listed`, note these mounts; otherwise, report the threads with a namespace that was
-        not read. Reading mountinfo needs less privilege than following the link to the namespace,
-        and mount ids are unique on the machine: a thread with a mount that was read is in a
+        With `listed`, note these mounts; otherwise, report the threads whose namespace was not
+        read. To read mountinfo requires less privilege than to follow the link to the namespace,
+        and mount ids are unique on the machine: a thread that sees a mount that was read is in a
         namespace that was read.
         """
         for task in self.hidden:
@@ -439,7 +439,7 @@ class _ChildSearch:
                 if self._state(task) != "Z":
                     self._fault(f"mounts of {self._describe_process(task)}: {e.strerror}")
                 continue
-            if listed:  # all namespaces were read, but not mounts that a mount on / hides
+            if listed:  # all namespaces were read, except mounts that a mount on / hides
                 self._note_mounts(0, mounts)
             elif not any(m.ident in self.idents for m in mounts):
                 self._fault(f"mount namespace of {self._describe_process(task)}: not permitted")
@@ -453,9 +453,9 @@ class _ChildSearch:
     def _look_at_descriptors(
         self, pid: int, task: int, scanned: list[int], *, holders: bool
     ) -> None:
-        """Examine a thread's descriptors, unless its table is shared and was examined already.
+        """Examine a thread's descriptors, unless it shares a table that was already examined.
 
-        With `holders`, also read namespaces that a descriptor keeps alive.
+        With `holders`, also read the namespaces that descriptors keep alive.
         """
         if any(share_files(other, task) for other in scanned):
             return
@@ -507,12 +507,12 @@ class _ChildSearch:
             # namespace is shown as "/".
             elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
                 self._note_open(pid, identify_link(at, path))
-        except OSError:  # closed in the meantime, or another user's
+        except OSError:  # the descriptor was closed, or belongs to another user
             return
 
     def _note_open(self, pid: int, identity: MountedFile) -> None:
         path = self.sought.directories.get((identity.device, identity.inode))
-        if path is not None and pid != self.parent:  # the parent has them open for the locks
+        if path is not None and pid != self.parent:  # the parent holds locks through descriptors
             self.opened.setdefault(path.partition("/")[0], set()).add(pid)
 
     # /proc

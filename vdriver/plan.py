@@ -1,6 +1,6 @@
 """Plans a generation of the mirror: lists its files, from a driver and the control libraries.
 
-The functions are pure: they work on the driver that was found, and read none of its files. Every
+The functions are pure: they use the description of the driver, and read none of its files. Every
 operation has a `describe` method for operators.
 """
 
@@ -102,7 +102,10 @@ class MirrorPlan:
 def plan_mirror(
     driver: Driver, control: ControlLibraries, tables: Tables | None = None
 ) -> MirrorPlan:
-    """Return the generation for `driver`, with `control` under the names of libcuda and NVML."""
+    """Return the generation for `driver`, with `control` under the names of libcuda and NVML.
+
+    Raise MirrorError if a control library is for another machine.
+    """
     tables = tables or read_tables()
     for library in (control.cuda, control.nvml):
         if (library.bits, library.machine) != (64, driver.machine):
@@ -144,7 +147,7 @@ def plan_mirror(
 
 @dataclass
 class _Builder:
-    """Operations by path. The first one for a path counts; control libraries are added first.
+    """Operations by path. For each path the first operation counts; control libraries go first.
 
     `names` maps each name in lib64 and lib32 to the library that it belongs to.
     """
@@ -194,7 +197,7 @@ def _add_control(  # noqa: PLR0917 - private, and called twice
     version: str,
     name: str,
 ) -> None:
-    """Add the control library under every name of the driver's, and the driver's own as origin."""
+    """Add the control library under every name of the driver's library, and that as the origin."""
     soname = f"{name}.so.1"
     copy = Copy(
         f"{LIB64}/{soname}",
@@ -219,8 +222,8 @@ def _add_control(  # noqa: PLR0917 - private, and called twice
 def _libraries(
     builder: _Builder, directory: str, files: Iterable[DriverFile], version: str
 ) -> None:
-    # Libraries with the driver's version go first, so that a companion with its own version
-    # (a leftover of an older branch) does not take a name from them.
+    # Libraries with the driver's version go first, so that a companion with another version (left
+    # over from an older branch) does not take a name from them.
     ending = f".so.{version}"
     for file in sorted(files, key=lambda f: (not f.name.endswith(ending), f.name)):
         copy = _copy(f"{directory}/{file.name}", file, "library")
@@ -312,7 +315,7 @@ def _chosen(
 
 
 def _missing(driver: Driver) -> list[str]:
-    """Return a note for each driver library that another one needs and that is not installed."""
+    """Return a note for each library of the driver that is needed but not installed."""
     notes = []
     ending = f".so.{driver.version}"
     for files in ((driver.cuda, driver.nvml, *driver.libraries), driver.libraries32):
@@ -327,7 +330,7 @@ def _missing(driver: Driver) -> list[str]:
 
 
 def _unknown(driver: Driver, tables: Tables) -> list[str]:
-    """Return a note for each library that is not in the tables: its capability is a guess."""
+    """Return a note for each library that is not in the tables: its capability is assumed."""
     names = dict.fromkeys(
         f.name for f in (*driver.libraries, *driver.libraries32) if not tables.knows(f.name)
     )

@@ -1,4 +1,4 @@
-"""Reads a driver's optional files below a root; an unusable file is skipped and recorded."""
+"""Reads a driver's optional files below a root; skips unusable files and records the reasons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TreeReader:
         return real
 
     def library(self, path: str) -> tuple[str, Library] | None:
-        """Return a library's resolved path and facts; skip an unusable one, and return None."""
+        """Return a library's resolved path and content; skip an unusable file, and return None."""
         real = self.regular(path)
         if real is None:
             return None

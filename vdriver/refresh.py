@@ -30,7 +30,7 @@ class RefreshResult:
     """The changes that a refresh made, or that a dry run predicts.
 
     `manifest` is the generation in force afterwards; after a dry run that is the previous one, if
-    any, and `changed` is whether a real run would make another. `how` counts the files by how their
+    any, and `changed` is whether a real run would change it. `how` counts the files by how their
     content was obtained, and `aside` is the path to which a damaged generation was moved.
     `rewritten` names files of the driver that have new content but the same build id, which no
     package update causes.
@@ -68,8 +68,10 @@ def refresh(
     `control` is the directory of the two control libraries. With `sockets`, containers get the
     directories with the sockets of the driver's services. With `dry_run` nothing is written. With
     `repair` the content of the generation in force is read and checked. With `accept_loss` the
-    driver may lack files that its mirror has. Without `hard_links` no file is shared with the host.
-    `progress` is called with the number of bytes done and the total.
+    driver may lack files that its mirror has. Without `hard_links` no hard link to a file of the
+    host is made. `progress` is called with the number of bytes done and the total. Raise
+    DriverError or LibraryError if the driver is not usable, and MirrorError if the mirror cannot
+    be made.
     """
 
     def find_and_plan() -> MirrorPlan:
@@ -144,11 +146,12 @@ def _compare(
 
 
 def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
-    """Refuse a driver in the middle of an upgrade: containers would get half of it until a reboot.
+    """Refuse a driver that is being upgraded: containers would get half of it until a reboot.
 
-    A package manager replaces one package after the other. If the version is still that of the
-    generation in force, two signs show that an upgrade is in progress: a library is gone, or a file
-    has changed while libraries of another version are next to it.
+    A package manager replaces one package after another. If the version is still that of the
+    generation in force, either of two signs shows that an upgrade is in progress: a library or
+    program is gone, or a file has changed while libcuda's directory has libraries of another
+    version.
     """
     driver = plan.driver
     if previous is None or previous.version != driver.version:

@@ -1,8 +1,8 @@
 """Reads a file system tree below a root, with every symbolic link kept inside the tree.
 
-An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to it,
-so a driver in the tree of a container or an image is read in the same way as the host's own. The
-tree must not change during the search: paths are resolved here and opened later by name.
+An absolute link restarts at the root and `..` stops there, as for a process whose root directory it
+is, so a driver in the tree of a container or an image is read in the same way as the host's driver.
+The tree must not change during the search: paths are resolved first and opened later by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Tree:
     """The tree at `root`; its methods take paths that are absolute below that root."""
 
     root: str
-    # Cache by path below the root: a link's target, or None for anything else. Most lookups are
-    # in the same few directories.
+    # Cache of links: the target by path below the root, or None for any other file. Most lookups
+    # are in the same few directories.
     _links: dict[str, str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def resolve(self, path: str) -> str | None:
@@ -70,8 +70,8 @@ class Tree:
     def names(self, directory: str) -> tuple[str, ...]:
         """Return the sorted names in `directory`; none if it is not a directory.
 
-        Names that cannot be printed are left out: no driver has one, and a line feed or an escape
-        in a name could forge lines in our output.
+        Names with characters that cannot be printed are left out: no driver has such a name, and a
+        line feed or an escape in a name could forge lines of the output.
         """
         real = self.resolve(directory)
         try:
@@ -91,7 +91,7 @@ class Tree:
         return None
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return at most `limit` bytes of the regular file at `path`, or None if there is none."""
+        """Return at most `limit` bytes of the regular file at `path`; None if that fails."""
         real = self.regular(path)
         if real is None:
             return None

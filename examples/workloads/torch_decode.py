@@ -4,8 +4,8 @@
     torch_decode.py --seconds S --out FILE [--wait-file FILE]
 
 Each unit is a token for each of eight sequences: one replay of the graph, a stamp after it, and
-the tokens read back before the next replay, as in a server. FILE gets the stamps. The job needs
-PyTorch, a driver, and the modules in this directory.
+the tokens read back before the next replay, as in a server. The stamps are written to FILE. The
+job needs PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations

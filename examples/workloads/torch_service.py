@@ -4,8 +4,8 @@
     torch_service.py --model resnet18|decode-graph --requests MEAN_US --seconds S --out FILE
 
 A request is a forward pass of ResNet18 over a batch of images, or some tokens of a decoder as CUDA
-graphs, each read back before the next one begins. FILE gets the records of request_loop.py. The
-service needs PyTorch, a driver, and the modules in this directory.
+graphs, each read back before the next one begins. The records of request_loop.py are written to
+FILE. The service needs PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMAGES = 8
 TOKENS = 2
 """Tokens of a request for each of the decoder's sequences; a token takes 1.1 ms (H200)."""
 WARM_UP = 50
-"""Requests."""
+"""Number of requests that are not recorded, at the start."""
 
 
 def classify(device: torch.device, units: int, *, tiny: bool) -> Callable[[], None]:

@@ -4,7 +4,7 @@
     torch_step.py --kind train|decode|decode-graph --orders DIR --seconds S [--cores 2,3]
 
 After its warm-up it creates DIR/ready. For each file DIR/go-<n> it takes two steps that do not
-count, because its caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON
+count, because the caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON
 object: the number of steps, the seconds, and the median duration of a step in ms. DIR/end ends it.
 
 `train` is a step of the transformer of torch_models. `decode` is a token of a model of 24 layers in
@@ -38,7 +38,7 @@ from torch_models import Transformer
 WARM_UP_S = 2.0
 STEPS_IN_FLIGHT = 2
 LEAD = 2
-"""Steps after each pause that do not count."""
+"""Number of steps after each pause that are not measured."""
 POLL_S = 0.002
 
 

@@ -163,7 +163,7 @@ def read_records(path: str) -> list[tuple[int, ...]]:
 def queued_step_ms(job: TrainingJob, tries: int = 15) -> float | None:
     """Return the median GPU time of a step without gaps, queued behind a kernel that only waits.
 
-    None if the host never finished queueing before that kernel ended.
+    Return None if the host never finished queueing before that kernel ended.
     """
     taken = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -181,7 +181,7 @@ def queued_step_ms(job: TrainingJob, tries: int = 15) -> float | None:
 
 
 def report_selftest(job: TrainingJob, path: str, run: TrainingRun) -> None:
-    """Print the duration of each unit, and whether the job keeps the GPU busy by itself."""
+    """Print the duration of each unit, and whether the job alone keeps the GPU busy."""
     stamps = read_records(path)
     units: dict[int, list[float]] = {}
     for (before, _), (now, kind) in itertools.pairwise(stamps):

@@ -171,7 +171,7 @@ class Cuda:
     def add_one(self, address: int, count: int) -> int:
         """Add one to each word of an array; its length is a multiple of 256.
 
-        Return the number that is added: 1, or 0 on the simulated GPU, which only spends the time.
+        Return the number that was added: 1, or 0 on the simulated GPU, which only spends the time.
         """
         function = ctypes.c_uint64()
         name = ctypes.c_char_p(b"add_one")

@@ -12,7 +12,7 @@ CONTEXT = 520 * MIB
 
 
 def fill(limit: int) -> list[torch.Tensor]:
-    """Allocate blocks until memory is used up or `limit` bytes are held, which is too many."""
+    """Allocate blocks until memory is used up, or until too many (`limit` bytes) are held."""
     held: list[torch.Tensor] = []
     try:
         while len(held) * SEGMENT < limit:
@@ -42,7 +42,7 @@ def fill_twice(program: ProgramCheck, slack: int) -> None:
         if held:
             held.pop()
             held[0].fill_(3)
-            # Only a part: summing the whole block would first make a copy eight times as large.
+            # Only a part is summed: for the whole block, a copy eight times as large would be made.
             found = held[0][-4096:].sum(dtype=torch.int64).item()
             program.check("what was taken can be used", found == 3 * 4096, found)
         held.clear()

@@ -25,7 +25,7 @@ SLACK = 48 * MIB
 BURNS = 20
 
 # A process that has launched may have threads that it did not start: the driver's, or those of the
-# control library. Python then warns of a fork.
+# control library. Python then warns when it forks.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 CHILD_S = 60
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests a paged key-value cache that sizes itself, and decoding by a CUDA graph through it.
+"""Tests a paged key-value cache that sizes itself, and decoding with it in a CUDA graph.
 
 Like a serving engine, it loads weights, measures the memory of a forward pass, and allocates blocks
 up to 0.92 of the GPU's memory. Sequences find their blocks through a table.
@@ -97,7 +97,7 @@ class Batch:
         self.length = torch.ones(BATCH, 1, device="cuda", dtype=torch.int64)
 
     def advance(self, x: Tensor) -> None:
-        """Give each sequence a token, and a block when it needs one; replace those that end."""
+        """Give each sequence a token, and a block when it needs one; replace sequences that end."""
         slots = []
         for i, row in enumerate(self.rows):
             if self.lengths[i] == self.ends[i]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Tests 200 short processes, eight at a time: a context, a small allocation and a kernel in each.
 
-A server that starts a process for each request does this. The memory of processes that have ended
-must be free in time for those that start.
+A server that starts a process for each request behaves like this. The memory of processes that
+have ended must be free in time for those that start.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def body(program: ProgramCheck) -> None:
     times = sorted(taken for _, taken in answers)
     program.note("seconds for one process, median", round(times[PROCESSES // 2], 3))
     program.note("seconds for one process, longest", round(times[-1], 3))
-    # This process uses the GPU last: until here it has no context.
+    # This process uses the GPU last; until here it had no context.
     last, wanted = use_gpu(PROCESSES)
     program.check("the GPU works afterwards", last == wanted, (last, wanted))
     added = wanted - WORDS * PROCESSES

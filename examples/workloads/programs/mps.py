@@ -42,7 +42,7 @@ def client() -> None:
 
 
 def try_client(program: ProgramCheck, environment: dict[str, str]) -> dict:
-    """Start a client that lives as long as this program, and return its answer."""
+    """Start a client that runs until this program ends, and return its answer."""
     child = program.until_end.enter_context(
         subprocess.Popen(
             [sys.executable, __file__, "client"],

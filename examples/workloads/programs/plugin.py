@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tests a custom allocator in PyTorch: a C library, for all tensors and for one pool.
 
-Engines that move memory on their own give PyTorch such a library. This one calls the driver.
+Engines that move memory themselves give PyTorch such a library. This one calls the driver.
 """
 
 from __future__ import annotations

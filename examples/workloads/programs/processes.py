@@ -84,7 +84,7 @@ class EngineWorker:
 
 
 def serve(make: Callable[..., Any], requests: Connection, *arguments: Any) -> None:
-    """Answer requests, (method, arguments), until the other end closes the pipe."""
+    """Answer requests, pairs (method, arguments), until the other end closes the pipe."""
     try:
         one = make(*arguments)
         while True:

@@ -53,7 +53,7 @@ class ProgramCheck:
         self.until_end = contextlib.ExitStack()
 
     def check(self, name: str, holds: object, detail: object = "") -> None:
-        """Record a check, and print it if it fails. All checks of one name have to hold."""
+        """Record a check, and print it if it fails. All checks with one name have to hold."""
         self.checks[name] = self.checks.get(name, True) and bool(holds)
         if not holds:
             print(f"{self.name}: {name}: no ({detail})", file=sys.stderr, flush=True)

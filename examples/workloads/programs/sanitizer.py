@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests compute-sanitizer: it finds a write beyond an allocation, and no error where none is."""
+"""Tests compute-sanitizer: it reports a write beyond an allocation, and no error otherwise."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One sample of a GPU: when it began, memory by host pid, and NVML's utilisation samples."""
+    """One sample of a GPU: when it began, bytes of memory by host pid, and NVML's samples."""
 
     began_ns: int
     seen: Mapping[int, int]
@@ -133,7 +133,7 @@ class Account:
     def seen(self, device: int) -> tuple[int, int]:
         """Return the bytes that NVML attributed to the processes on GPU `device`, and when.
 
-        The time is that at which the last sample began, in nanoseconds; 0 without one.
+        The time is that of the last sample's beginning, in nanoseconds; 0 if there was none.
         """
         return self._seen[device]
 
@@ -176,8 +176,8 @@ class Account:
     def moves(self) -> Mapping[str, int]:
         """Return the bytes and times of moves of parked memory, including those of ended processes.
 
-        `moved` counts both directions. `away_ns` is the time for which calls waited for memory, of
-        all threads together.
+        `moved` counts both directions. `away_ns` is the time for which calls waited for memory,
+        added up over all threads.
         """
         return self._counters.moves(self._ledger, self._processes)
 

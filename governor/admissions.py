@@ -55,7 +55,7 @@ class Claimed(Protocol):
 
 
 async def _have_room(container: Container, more: int) -> None:
-    """Return at once: without overbooking, what fits into the allocation table has room."""
+    """Return at once: without overbooking, a container in the allocation table has room."""
 
 
 class Admissions:
@@ -395,7 +395,7 @@ class Admissions:
         self.bookings.leave(container.uses)
 
     def close(self) -> None:
-        """Detach from every container; those that run enforce their quota themselves."""
+        """Detach from every container; running containers enforce their quotas themselves."""
         for container in list(self.containers.values()):
             for member in list(container.members):
                 if not member.confirmed:

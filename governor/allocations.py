@@ -44,7 +44,7 @@ class Nodes:
 
 
 class AllocationTable:
-    """The GPUs of the node, and the quotas granted on them; `claims` holds those of claims.
+    """The GPUs of the node, and the quotas granted on them; `claims` holds the claims' quotas.
 
     `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
     """
@@ -186,7 +186,7 @@ class AllocationTable:
             gpu.quotas[key] = quota
 
     def hold(self, key: str, quota: Quota) -> None:
-        """Book a container that is in the table with a quota that is not checked again."""
+        """Replace the quota of a container in the table, without checking the new one again."""
         for gpu in self._gpus:
             if key in gpu.quotas:
                 gpu.quotas[key] = quota

@@ -100,8 +100,8 @@ class RunnerConfig(ctypes.Structure):
 
 PREPARE_NS = 10_000_000
 """Time in nanoseconds, from the expected beginning of its grant, for which a container may prepare
-work on a GPU shared by MPS. It is longer than most delays of a grant, because a processor is kept
-busy in the last 2 ms of that time."""
+work on a GPU shared by MPS. It is longer than most delays of a grant, because a thread that
+waits for it spins in the last 2 ms of that time."""
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
@@ -482,7 +482,8 @@ class Runner:
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
         """Wake the threads of a process's GPUs when the process writes to its socket.
 
-        The threads are this one and those of `others`. The descriptor is duplicated.
+        The threads are this one and those of `others`. The descriptor is duplicated. Raise OSError
+        if the process cannot be watched.
         """
         copy = os.dup(fd)
         pointers = (ctypes.c_void_p * len(others))(*[runner.pointer for runner in others])

@@ -39,7 +39,7 @@ class ArenaError(Exception):
 
 
 def available() -> int:
-    """Return the bytes of memory that this node has available, by /proc/meminfo."""
+    """Return the bytes of memory that are available on this node, from /proc/meminfo."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -69,12 +69,12 @@ class Arenas:
     """The arenas of one container, by slot."""
 
     def __init__(self, ledger: mmap, available: Callable[[], int] = available) -> None:
-        """Write how much is ready to the slots of `ledger`."""
+        """Start without arenas; the size that is ready is written to the slots of `ledger`."""
         self._ledger, self._available = ledger, available
         self._arenas: dict[int, _Arena] = {}
 
     def open(self, slot: int) -> None:
-        """Make the arena of a new process; nothing of it is ready."""
+        """Create the arena of a new process; nothing of it is ready yet."""
         self.close(slot)
         # No seals are allowed, so the process cannot prevent the governor from making it larger.
         self._arenas[slot] = _Arena(os.memfd_create(ARENA, os.MFD_CLOEXEC))
@@ -160,7 +160,7 @@ class Arenas:
                     if start_time(process.pid) != process.start:
                         os.close(fd)
                         break
-                    # The size of the file counts, not the slot, which the process can write.
+                    # The file's size is used, not the slot's value, which the process can change.
                     status = os.fstat(fd)
                     ready = min(status.st_size, status.st_blocks * 512)
                     self._arenas[process.slot] = _Arena(fd, ready)

@@ -106,7 +106,7 @@ class _Watched:
     """When each process was last registered, for processes that were registered recently."""
     limited: dict[int, bool] = field(default_factory=dict)
     """Whether unregistered processes are held to the container's quota, by the index of each GPU on
-    which they are to be."""
+    which the policy requires it."""
 
     @property
     def accused(self) -> bool:
@@ -136,7 +136,7 @@ class Auditor:
         self._audited_ns: dict[str, int] = {}
         self._record = Path(config.runtime_dir) / RECORD
         self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        self._left: list[dict[str, str]] = []  # entries of the record that are still frozen
+        self._left: list[dict[str, str]] = []  # entries of the record whose groups are still frozen
         self._again_at = 0.0
         self._thaw_leftovers()
 
@@ -478,7 +478,7 @@ class Auditor:
             try:
                 group.thaw()
             except (CannotFreezeError, OSError) as e:
-                why = "gone"  # with all processes in it
+                why = "gone"  # the group, with all its processes
                 if not _is_gone(e):
                     why = "failed"
                     self._keep_left(_entry(container, group), e)

@@ -281,7 +281,10 @@ class Bookings:
                 self.strike(claim)
 
     def release_unused(self) -> None:
-        """Count the shares that no running container uses as they were booked, after a restart."""
+        """Count shares that no running container uses in the way in which they were booked.
+
+        This is called after a restart of the governor.
+        """
         used = {use for one in self._admissions.containers.values() for use in one.uses}
         for claim in self.claims.values():
             names = {share.name for share in claim.shares if (claim.uid, share.name) not in used}

@@ -69,7 +69,7 @@ def is_below(path: str, group: str) -> bool:
 
 
 def _outer(path: str) -> Iterator[str]:
-    """Yield a control group and its ancestors, without the root."""
+    """Yield a control group and its ancestors, except the root."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -122,7 +122,7 @@ def find_membership(
         and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
     }
     if is_named is not None:
-        # The outermost group counts, which comes last: a container chooses the names of groups
+        # The outermost group, which comes last, counts: a container chooses the names of groups
         # below its own.
         named = {
             hierarchy: group
@@ -226,7 +226,7 @@ class Group:
 
 def _candidates(membership: Membership) -> Iterator[tuple[str, str, str]]:
     """Yield groups that may be frozen: hierarchy as mounted, hierarchy as in /proc, path."""
-    # Version 2 first: there, a frozen container that is killed does end.
+    # Version 2 is tried first: there, a frozen container that is killed does end.
     for hierarchy in (V2, FREEZER):
         for controllers, path in membership.cgroups.items():
             if hierarchy in ((V2,) if controllers == V2 else controllers.split(",")):

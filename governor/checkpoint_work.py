@@ -7,7 +7,7 @@ and their target may never answer, so they are made by a process that can be kil
 It is started with the pid of its parent, the path of a libcuda, `suspend` or `resume`, the time in
 milliseconds within which submitted work has to end, and the processes as PID:START. It writes a
 line of JSON for each process that it has dealt with, and at the end one with `done` or `error`. If
-a process cannot be suspended, those before it run again.
+a process cannot be suspended, those that were suspended before it are resumed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CheckpointCalls:
         self._require(pid, "locked", status)
 
     def checkpoint(self, pid: int) -> None:
-        """Move the GPU memory of a locked process to host memory, and free what it has."""
+        """Move a locked process's GPU memory to host memory, and free what it has on the GPU."""
         self._require(pid, "suspended", self._cuda.cuCheckpointProcessCheckpoint(pid, None))
 
     def restore(self, pid: int) -> None:
@@ -120,7 +120,7 @@ def _alive(processes: list[Identity]) -> Iterator[dict[int, int]]:
 
 
 class Checkpointing:
-    """Suspends or resumes some processes. One that ends meanwhile is left out."""
+    """Suspends or resumes some processes. A process that ends in the meantime is left out."""
 
     def __init__(self, driver: CheckpointCalls, alive: dict[int, int]) -> None:
         self._driver, self._alive = driver, alive
@@ -158,7 +158,7 @@ class Checkpointing:
             raise
 
     def resume(self) -> None:
-        """Resume all; if that fails for some, raise CheckpointError when the others are resumed."""
+        """Resume all; if that fails for some, resume the others and then raise CheckpointError."""
         errors: list[CheckpointError] = []
         failed: set[int] = set()
         for before, call in (

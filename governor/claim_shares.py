@@ -147,7 +147,7 @@ class ClaimShares:
         )
 
     def release(self, claim: Claim, names: Collection[str]) -> None:
-        """Count shares of a claim that no container uses as they were booked.
+        """Count shares of a claim that no container uses in the way in which they were booked.
 
         If the host has no room for all of them, they continue to count as memory that stays.
         """

@@ -40,8 +40,8 @@ def node_config(file: str | None, runtime_dir: str | None) -> Config:
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
     """Send one request and return the answer if it is `ok`.
 
-    Raise GovernorError if there is no answer, RefusedError and RequestError if the governor
-    refuses.
+    Raise GovernorError if there is no answer; each step may take `timeout` seconds. Raise
+    RefusedError or RequestError if the governor refuses.
     """
     path = f"{config.runtime_dir}/governor.sock"
     hint = "start tidegate-governor, or name its directory with --runtime-dir"

@@ -67,7 +67,7 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
 
 
 def may_park(config: Config, gpus: int, capabilities: Iterable[str] = (), *, allowed: bool) -> bool:
-    """Return whether memory on so many GPUs may be parked, where the GPU supports it.
+    """Return whether memory on this number of GPUs may be parked, where the GPU supports it.
 
     `allowed` tells whether the container or the claim allows it. The memory of a container with
     several GPUs would have to be moved on all of them at once.

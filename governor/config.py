@@ -107,7 +107,7 @@ class Web:
 class MemoryOptions:
     """How much device memory is granted, relative to what a GPU has, and where the rest is kept.
 
-    `host` is the most host memory, in bytes, that is used for parked memory; 0 stands for half of
+    `host` is the most host memory, in bytes, that is used for parked memory; 0 means half of
     the node's.
     """
 
@@ -332,7 +332,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _unknown(name: str, error: Any) -> ConfigError:
-    """Return the error for an unknown option; its hint names the one that was probably meant."""
+    """Return the error for an unknown option; its hint names the option probably meant."""
     import difflib
 
     path = [str(part) for part in error.absolute_path]

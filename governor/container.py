@@ -92,9 +92,9 @@ class RecoveredContainer:
     """State of a running container that the previous governor left.
 
     `grant` and `ledger` are None if they were not found. New ones are then created, which running
-    processes do not see. Each process comes with its pidfd. `membership` is None if it
-    was not stored. `others` are the members after the first, with their pidfds. `suspended` is
-    true if some of its processes may be suspended.
+    processes do not see. Each process comes with its pidfd. `membership` is None if it was not
+    stored. `others` are the members after the first, with their pidfds. `suspended` is true if some
+    of its processes may be suspended.
     """
 
     key: str
@@ -151,7 +151,7 @@ class Container:
         self._ledger: Ledger | None = None
         self.parking: Parking | None = None  # None: its memory is never parked
         self.residency = ""  # where its memory is, if it may be parked
-        self.times_parked = 0  # since this governor has had it
+        self.times_parked = 0  # since this governor admitted it or took it over
         self.changing = asyncio.Lock()  # held while its quota changes, or it waits for room
         self._closed = False
         self._lines = RateLimitedLog(log)
@@ -422,7 +422,7 @@ class Container:
         finally:
             self._is_left_alone = False
             if not self._closed:
-                self._slots.withdraw()  # those that have registered in the meantime
+                self._slots.withdraw()  # processes that have registered in the meantime
                 self._announce()
 
     def _announce(self) -> None:
@@ -484,7 +484,7 @@ class Container:
         ]
 
     def describe_parking(self) -> dict[str, Any] | None:
-        """Return where its memory is, in bytes, nanoseconds and counts; None if it never moves."""
+        """Return where its memory is, and its moves (bytes, ns, counts); None if never parked."""
         if self.parking is None:
             return None
         report = self.parking.report()

@@ -97,7 +97,7 @@ class _Lent:
     total_ns: int = 0
 
     def update(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
-        """Return the time lent until less than a second ago, in nanoseconds."""
+        """Return the time lent so far, in nanoseconds; less than a second of it may be missing."""
         passed = now_ns - self.at_ns
         if passed >= LENT_NS:
             own, most = (passed * part // 100 for part in (quota.compute, quota.compute_limit))
@@ -260,7 +260,7 @@ class Tally:
     throttles: int = 0
     stops: int = 0
     looks: dict[str, Looks] = field(default_factory=dict)
-    """By the GPU's UUID."""
+    """Samples of each GPU, by its UUID."""
     refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
     """The last refusals, the newest at the end."""
     episodes: deque[tuple[str, Episode]] = field(

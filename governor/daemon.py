@@ -246,7 +246,7 @@ def _bound(path: Path) -> Iterator[socket.socket]:
 
 
 LONGEST_SOCKET = 107
-"""Longest path of a socket, in bytes, as the kernel limits it."""
+"""Longest path of a socket that the kernel accepts, in bytes."""
 
 
 def _make_directories(runtime: Path) -> None:

@@ -96,7 +96,7 @@ class NodeGpus:
         return list(self.by_uuid.values())[index]
 
     def why_left_out(self) -> str:
-        """Return, as the end of a message, why some GPUs are not shared; often it is empty."""
+        """Return the end of a message, which states why GPUs are not shared; empty if all are."""
         return "".join(f"; GPU {i} is not shared: {why}" for i, why in self.left_out.items())
 
     def whole(self, gpu: GpuQuotas) -> int:
@@ -110,7 +110,7 @@ class NodeGpus:
         return min(int(whole * times), whole + self.config.memory.host_limit)
 
     def room(self, gpu: GpuQuotas, quota: Quota, unit: str = "") -> Room:
-        """Return what a GPU has left for a container that may or may not be parked, as `quota`.
+        """Return what a GPU has left for a container with `quota`, which may allow parking or not.
 
         `unit` names the claim to which the quota belongs.
         """

@@ -208,8 +208,8 @@ def _smi(node: ExaminedNode) -> list[list[str]]:
         raise NothingToAskError(
             why or "nvidia-smi is not run: NVIDIA's kernel module is not loaded"
         )
-    # nvidia-smi instead of NVML: a call could hang on a GPU that fell off the bus, and a process
-    # can be abandoned.
+    # nvidia-smi is run instead of calling NVML: a call could hang on a GPU that fell off the bus,
+    # but a process can be abandoned.
     rows = [[cell.strip() for cell in row.split(",")] for row in node.run(*QUERY).splitlines()]
     return [row for row in rows if len(row) == QUERY[1].count(",") + 1]
 

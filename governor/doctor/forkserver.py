@@ -19,7 +19,7 @@ TIMEOUT_S = 2.0
 
 
 def serves(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the fork server starts the hooks; without it, each starts an interpreter."""
+    """Check whether the fork server starts the hooks; otherwise each starts an interpreter."""
     path = f"{node.config.runtime_dir}/{SOCKET}"
     pid = _listener(node, path)
     if pid is None:

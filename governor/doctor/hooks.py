@@ -1,4 +1,4 @@
-"""Check the hooks that Podman and CRI-O run for containers by oci-hooks(5)."""
+"""Check the hooks that Podman and CRI-O run for containers, as oci-hooks(5) describes."""
 
 from __future__ import annotations
 

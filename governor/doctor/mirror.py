@@ -1,4 +1,4 @@
-"""Check the mirror of the driver: whether it is usable and intact, with room for a new one."""
+"""Check the mirror of the driver: is it usable and intact, and is there room for a new one?"""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from governor.errors import ConfigError
 from vdriver.tree import Tree
 
 CHUNK, MOST = 64 << 10, 4 << 20
-"""Size of a read, and from which a file is too large, in bytes; containerd's configuration has
-10 KiB."""
-TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
+"""Size of one read, and size from which a file counts as too large, in bytes. For comparison:
+containerd's configuration has 10 KiB."""
+TIMEOUT = 10.0  # seconds, for a command; an engine answers within a second
 SEARCH = (
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -84,7 +84,7 @@ class ExaminedNode:
     root: str = "/"
     config: Config = field(default_factory=Config)
     config_error: ConfigError | None = None
-    runner: Run | None = None  # is called instead of running commands
+    runner: Run | None = None  # called instead of running a command
     config_files: tuple[str, ...] = ()
     _answers: dict[tuple[str, ...], str | UnseenError] = field(
         default_factory=dict, compare=False, repr=False

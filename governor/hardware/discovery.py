@@ -123,7 +123,7 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
 
 
 def live_clients(driver: DriverClient, n: int = MAX_CLIENTS_PROBED) -> list[int]:
-    """Return which of the last `n` client handles exist, newest first, without that of `driver`.
+    """Return which of the last `n` client handles exist, newest first, except that of `driver`.
 
     `driver` must be newer than the clients that are searched for: the search begins at its handle.
     """

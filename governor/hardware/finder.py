@@ -25,8 +25,8 @@ from governor.threads import show_name
 POLL_S = 0.02
 """Interval at which the context counts that processes report are read, in seconds."""
 QUIET_S = 0.2
-"""The same while no process is new and no search is due. A process that then creates its first
-context and works appears in the GPU's trace as well, and is searched then."""
+"""The same interval while no process is new and no search is due. A process that then creates its
+first context and works appears in the GPU's trace as well, and is searched because of that."""
 NEW_S = 5.0
 """Time after its registration in which a process is new: most create a context within it."""
 RETRY_S = (0.02, 0.1, 1.0)
@@ -39,8 +39,8 @@ COST = 20
 """Time for which a process is not searched again, as a multiple of the last search's cost."""
 WAITING = 0.1
 """Fraction of a search's duration that its cost includes, in addition to the processor time. Most
-of a long search is a wait for locks of the driver, as while many processes create contexts; but it
-delays the searches of others."""
+of a long search is a wait for locks of the driver, for instance while many processes create
+contexts; but it delays the searches of others."""
 BURST_S = 0.2
 """Cost of a burst of searches in one container, in seconds; after it, searches cost at most 1/COST
 of the time."""
@@ -113,7 +113,7 @@ class Finder:
         self._lock = threading.Lock()
         self._next_searches: dict[
             tuple[int, int], float
-        ] = {}  # next search of processes that have left
+        ] = {}  # time of the next search, of processes that have left
         self._accounts: dict[int, _Account] = {}
         self._has_warned = False
         self._processes: dict[tuple[int, int], _Process] = {}
@@ -126,7 +126,7 @@ class Finder:
         self._thread.start()
 
     def start(self) -> None:
-        """Search for all processes that have entered, as if they had only just entered."""
+        """Search all processes that have entered, as if they had only just entered."""
         with self._lock:
             for process in self._processes.values():
                 process.forget()
@@ -143,7 +143,7 @@ class Finder:
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Search for a process from now on; `contexts` returns the context count that it reports.
+        """Search a process from now on; `contexts` returns the context count that it reports.
 
         A process may have several slots. `pidfd` is duplicated.
         """
@@ -258,7 +258,7 @@ class Finder:
             try:
                 held = self._find(process.pid, pidfd, thorough=thorough)
             except (OSError, DriverCallError) as e:
-                # What one process does to its descriptors must not stop the search of others.
+                # What one process does to its descriptors must not stop the searches of others.
                 if not self._has_warned:
                     self._has_warned = True
                     log.warning("process-search-failed", pid=process.pid, error=str(e))

@@ -7,7 +7,7 @@ and their target may never answer, so they are made by a process that can be kil
 It is started with the pid of its parent, the path of a libcuda, `suspend` or `resume`, the time in
 milliseconds within which submitted work has to end, and the processes as PID:START. It writes a
 line of JSON for each process that it has dealt with, and at the end one with `done` or `error`. If
-a process cannot be suspended, those that were suspended before it are resumed.
+a process cannot be suspended, the others are resumed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-# One command each; `make help` lists them. All but help and clean first ensure that what they need is installed:
-# build and demo a few packages, the others all that the tests need.
+# `make help` lists the targets. All but help and clean first install what they need: build and demo a few packages,
+# the others everything that the tests need.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/.venv/bin:$(PATH):/usr/sbin:/sbin

@@ -247,12 +247,12 @@ def _only_hardware() -> dict[str, Arm]:
 
 
 ARMS = _arms()
-# The same arms with the GPU's own scheduler; these too run only if they are named.
+# The same arms with the GPU's own scheduler. They run only if they are named.
 HARDWARE = {
     f"hardware-{name}": replace(arm, settings={**arm.settings, "scheduling": "hardware"})
     for name, arm in ARMS.items()
 }
-# MPS is NVIDIA's and not present on every node: these arms run only if they are named.
+# MPS is not available on every node: these arms, too, run only if they are named.
 ARMS |= {
     f"mps-{name}": replace(ARMS[name], settings={"strategies": ["mps"]})
     for name in ("thirds", "tight", "four-50us", "four-500us")

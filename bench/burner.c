@@ -11,8 +11,8 @@
  *
  * - burn: a kernel of dependent multiply-adds in every multiprocessor;
  * - cooperative: the same, launched cooperatively; at its end all blocks wait for each other;
- * - persistent: one block per multiprocessor, which works for the whole unit; it stamps 64 times
- *   itself, and no kernel follows;
+ * - persistent: one block per multiprocessor, which works for the whole unit; this kernel writes
+ *   64 stamps, and no other kernel follows;
  * - graph: 20 kernels as one CUDA graph;
  * - copy: copies of a block (128 MiB) within the device, and 8 MiB from the host at the same time;
  * - sync: a kernel, and then the host waits for the stream;
@@ -169,7 +169,7 @@ static void capture_graph(uint64_t iterations)
     check(cuGraphDestroy(graph), "cuGraphDestroy");
 }
 
-/* Prepares for units of that many iterations; called once before them. */
+/* Has to be called before units of that many iterations are launched. */
 static void prepare(uint64_t iterations)
 {
     if (form == GRAPH)
@@ -264,7 +264,7 @@ static int64_t host_ns(void)
     return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
-/* How far the GPU's clock is ahead of this machine's, from the fastest of many stamps. */
+/* Returns how many ns the GPU's clock is ahead of this machine's, by the fastest of many stamps. */
 static int64_t compare_clocks(void)
 {
     int64_t best = INT64_MAX, ahead = 0;

@@ -1,8 +1,8 @@
 """Measures two containers that do not fit on the GPU together, and whose processes are killed.
 
 Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
-and share the GPU in turns. Meanwhile the driver's NVML is read fifty times a second. In the end the
-memory of the GPU, and the shared memory of the host, are compared with those before the run.
+and share the GPU in turns. During the run, the driver's NVML is read fifty times a second. At the
+end, the memory in use on the GPU and the host's shared memory are compared with those before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ use before the run: other programs use both as well."""
 
 
 def shared_memory() -> int:
-    """Return the host's shared memory, in bytes: parked memory is in it."""
+    """Return the host's shared memory in bytes, which includes parked memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
 
@@ -43,7 +43,7 @@ def namespace_of(pid: int) -> str | None:
 
 
 def start_stress(node: BenchNode, quota: int, seconds: int, kill_every: int) -> list[Running]:
-    """Start the containers."""
+    """Start the containers; each kills one of its processes every `kill_every` ms."""
     return [
         node.start(
             f"stress-{i}",
@@ -61,7 +61,7 @@ def start_stress(node: BenchNode, quota: int, seconds: int, kill_every: int) -> 
 
 
 def wait_for_container(node: BenchNode, container: Running) -> str | None:
-    """Return the PID namespace of a container once it runs."""
+    """Return a container's PID namespace; raise MachineError if it does not start within 20 s."""
     deadline = time.monotonic() + 20
     while True:
         with contextlib.suppress(MachineError, KeyError, IndexError):
@@ -72,10 +72,10 @@ def wait_for_container(node: BenchNode, container: Running) -> str | None:
 
 
 def watch(node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]) -> dict[str, Any]:
-    """Sample the memory of each container until all have ended, and their parking every second.
+    """Sample the memory of the containers until all have ended, and their parking every second.
 
-    Return the times of the samples in seconds, the bytes of each container at these times, and what
-    the governor reported.
+    Return the times of the samples in seconds, the bytes of each container at these times, and the
+    governor's reports of their parking.
     """
     spaces = [wait_for_container(node, one) for one in containers]
     times: list[float] = []

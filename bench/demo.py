@@ -207,7 +207,7 @@ def name_gpu(node: BenchNode) -> ReportedGpu:
 
 
 def run_alone(machine: Machine, jobs: Iterable[str]) -> dict[str, Profile]:
-    """Return the duration of each job's units when the job has the GPU for itself."""
+    """Return the duration of each job's units when the job has the GPU to itself."""
     profiles: dict[str, Profile] = {}
     for job in dict.fromkeys(jobs):
         say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")

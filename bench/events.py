@@ -60,10 +60,10 @@ def settled_after(
     until_ns: int,
     hold_ns: int = HOLD_NS,
 ) -> int | None:
-    """Return how long after a change the trailing 100 ms came within 3 points of a share, in ns.
+    """Return the time in ns from a change until work in the trailing 100 ms is near a share.
 
-    Their share has to stay there for `hold_ns`. Return None if that did not happen by `until_ns`.
-    `work_us` is in steps of 10 ms.
+    It has to stay within 3 points of the share for `hold_ns`. Return None if that does not happen
+    by `until_ns`. `work_us` is in steps of 10 ms.
     """
     need = hold_ns // SAMPLE_NS
     good = 0
@@ -159,7 +159,7 @@ def _less(took_ns: float, unit_ns: float) -> float:
 
 
 def stalls(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the waits after the events in ms, the longest pause, and how many waits there were."""
+    """Return the waits after the events in ms, the longest pause, and the number of waits."""
     unit_ns = arm["tenants"][0]["unit_ns"]
     found = [stall_of(event, unit_ns) for event in arm["events"]]
     waits = [wait for wait, _, _ in found]

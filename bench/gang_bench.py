@@ -45,7 +45,7 @@ class GangSimulated(SimulatedImage):
         super().__init__(work, build, tools, devices=GPUS, options=places)
 
     def spec(self) -> dict[str, Any]:
-        """Put all workloads where the real machine has them."""
+        """Mount all workloads at the path that they have on the real machine."""
         spec = with_visible(super().spec(), self.visible)
         spec["mounts"] = [m for m in spec["mounts"] if m["destination"] != INSIDE]
         spec["mounts"].append(bind(WORKLOADS, "/workload"))

@@ -42,7 +42,7 @@ def read_topology(text: str) -> dict[str, Any]:
 
 
 def own_topology(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same from the governor's report of its GPUs."""
+    """Return the topology in the same form, from the governor's report of its GPUs."""
     return {
         "ways": {
             f"{gpu['index']}-{route['to']}": f"NV{route['nvlinks']}"

@@ -1,7 +1,7 @@
 """`python -m bench.hook`: measures the cost of a container's start with the hook and the runtime.
 
-Under runc and crun a static program is run in each of these ways, in turn, N times. The result is
-the additional cost over the first way in the same round:
+Under runc and crun a static program is run in each of these ways, in turn, in `--rounds` rounds.
+The result is the additional cost over the first way in the same round:
 
     bare       no hook
     trivial    a hook in C that does nothing, which is the least that a hook can cost
@@ -9,11 +9,12 @@ the additional cost over the first way in the same round:
     governed   Tidegate's hook, in a container that requests a share
     wrapper-asks-not, wrapper-governed   the same with tidegate-runtime, which inserts the hook
 
-The programs are the C ones, and a fork server runs for them. `--scripts` uses the Python scripts
-that they execute if there is no server, and so shows how much time the two save.
+The hook and the runtime are the C programs, with a fork server. With `--scripts` they are the
+Python scripts that the C programs execute if there is no server; the difference is the time that
+the C programs and the server save.
 
-Then N containers are started 8 at a time, to measure how long each takes, and how many descriptors
-and mounts they leave behind. The GPU is simulated: no part of a start uses one.
+Then `--crowd` containers are started 8 at a time, to measure how long each takes, and how many
+descriptors and mounts they leave behind. The GPU is simulated: no part of a start uses one.
 """
 
 from __future__ import annotations

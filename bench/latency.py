@@ -5,9 +5,9 @@ every arm) alongside jobs that keep the GPU busy, or several services that share
 request runs plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean
 and the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
 relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
-with it (`governed`); both without Tidegate (`native`); `gate`, with grants at the launch;
-`hardware`, with the GPU's own scheduler; and `latency`, the same with a service of that class and a
-cap. The time of every request is kept in latency.json.
+with it (`governed`); service and jobs without Tidegate (`native`), with grants at the launch
+(`gate`), with the GPU's own scheduler (`hardware`), and with that and a service of class latency
+that has a cap (`latency`). The time of every request is kept in latency.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRIAL_US, TRIAL_S = 50_000, 3.0
 """Mean time between requests, and duration in seconds, of the run that measures a model's time."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
-"""Time for which the jobs run before the first request, seconds."""
+"""Time for which the jobs run before the first request, in seconds."""
 TRAINING_SETTLE_S = 3.0
 """The same for a job that trains a model."""
 SERVICE = f"burner-{UNIT_US}"
@@ -291,7 +291,7 @@ def _requests(service: Path) -> list[float]:
 
 
 def label_of(arm: Mapping[str, Any]) -> str:
-    """Return an arm's name, with its number of services if several, and any requested guarantee."""
+    """Return an arm's name, with the number of services above 1, and any requested guarantee."""
     label = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
     n = arm.get("services", 1)
     label += f"-{n}-services" if n > 1 else ""
@@ -337,7 +337,7 @@ def show(one: Mapping[str, Any]) -> str:
 def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, str], ArmLoad, float]:
     """Return the iterations of each kind of unit, the load with its requests' time, and a rate.
 
-    The rate is the units per second of a job alone.
+    The rate is the number of units per second of a job that runs alone.
     """
     iterations: dict[str, str] = {}
     for one in (load.service, load.job):

@@ -52,7 +52,7 @@ class Machine(abc.ABC):
     def command(self, job: str, *, inside: bool) -> list[str]:
         """Return the command that runs a job, without the options that all workloads share."""
 
-    def remember(self, job: str, answer: dict[str, Any]) -> None:  # noqa: B027 - most keep nothing
+    def remember(self, job: str, answer: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Keep the report of a job's solo run, for a governed run of the same work."""
 
     @abc.abstractmethod
@@ -67,7 +67,7 @@ class Machine(abc.ABC):
         """Remove the bundle of a container that has ended."""
         shutil.rmtree(bundle, ignore_errors=True)
 
-    def close(self) -> None:  # noqa: B027 - most make nothing
+    def close(self) -> None:  # noqa: B027 - optional
         """Remove what was created outside the work directory."""
 
 
@@ -113,7 +113,7 @@ class Simulated(Machine):
         }
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the C workload; burner-<us>[-<form>] sets the length and form of a unit."""
+        """Return the C workload's command; burner-<us>[-<form>] sets a unit's length and form."""
         if job.count("-") == 2:
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
             # The simulated GPU copies on the processor: larger blocks would dominate the run time.
@@ -197,7 +197,7 @@ class Nvidia(Machine):
         return {}
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the burner for burner-<microseconds>, and a PyTorch program otherwise.
+        """Return the burner's command for burner-<microseconds>, otherwise a PyTorch program's.
 
         decode-graph decodes tokens, service-<model> answers requests with a model, and a job named
         after a model trains it.
@@ -220,7 +220,7 @@ class Nvidia(Machine):
     def make_rootfs(self, directory: Path) -> None:
         """Mount an overlay of this machine's root file system.
 
-        It lacks the file systems that are mounted below, and so the driver's files there.
+        The overlay lacks the file systems that are mounted below /, and the driver's files in them.
         """
         directory.mkdir(parents=True)
         # Containers of different arms can have the same name.
@@ -319,7 +319,7 @@ def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def burner_command(program: str, job: str, iterations: Mapping[str, str]) -> list[str]:
-    """Return the burner for burner-<us>, -<us>-null (the default stream) or -<us>-<form>."""
+    """Return the command for burner-<us>, burner-<us>-null (default stream), burner-<us>-<form>."""
     _, unit, *more = job.split("-")
     command = [program, "--unit-us", unit]
     if more:

@@ -67,7 +67,7 @@ def work_again(node: BenchNode, began: float) -> dict[str, Any]:
 
 
 def measure(node: BenchNode) -> dict[str, Any]:
-    """Let one container fail while others work."""
+    """Make one container cause a fault while others work."""
     others = [worker(node, f"beside-{i}", 30.0) for i in range(N_NEIGHBOURS)]
     wait_working(*others)
     wait_file = "/out/begin"

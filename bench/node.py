@@ -158,7 +158,7 @@ class BenchNode:
         raise MachineError(f"the governor did not start: {' '.join(last)}")
 
     def stop_governor(self, number: int = signal.SIGTERM) -> None:
-        """End the governor."""
+        """End the governor with a signal; kill it if it has not ended 10 s later."""
         if self._governor is not None:
             self._governor.send_signal(number)
             try:
@@ -259,7 +259,7 @@ class BenchNode:
                 )
 
     def wait(self, container: Running, timeout: float) -> int:
-        """Wait until a container ends, and return its exit status."""
+        """Wait for a container's end, and return its status; raise MachineError after `timeout`."""
         try:
             status = container.process.wait(timeout)
         except subprocess.TimeoutExpired as e:
@@ -313,7 +313,10 @@ class BenchNode:
             self.start_governor()
 
     def wait_ready(self, paths: Sequence[Path], timeout: float) -> None:
-        """Wait until each workload has reported that it is set up."""
+        """Wait until each workload has reported that it is set up.
+
+        Raise MachineError if a container ends first, or after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         while not all(path.exists() for path in paths):
             for container in self.running:

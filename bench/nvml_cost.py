@@ -1,9 +1,10 @@
 """`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: measures the cost of an NVML sample of a GPU.
 
 It prints a line of JSON: how many processes NVML listed, how often NVML did not answer, and the
-times of each round in microseconds. `samples` is nvmlDeviceGetProcessUtilization and
-nvmlDeviceGetComputeRunningProcesses. `look` is everything that the governor reads in one sample:
-the memory, three lists of processes, the memory again, and the utilisation of processes.
+times of each round in microseconds. `utilisation` is nvmlDeviceGetProcessUtilization, `list` is
+nvmlDeviceGetComputeRunningProcesses, and `samples` is both. `look` is everything that the governor
+reads in one sample: the memory, three lists of processes, the memory again, and the utilisation of
+processes.
 """
 
 from __future__ import annotations

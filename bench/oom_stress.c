@@ -6,7 +6,7 @@
  *         [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap
  *                              (default: 7, all)
- *         [--end-file PATH]    the competition ends early once this file exists
+ *         [--end-file PATH]    the processes end early once this file exists
  *
  * After that it measures how soon after the end of a process its memory is available to another
  * process, and how much memory a process gets if it takes all it can. It prints one JSON object.
@@ -103,7 +103,7 @@ static void nap(unsigned us)
     nanosleep(&ts, NULL);
 }
 
-/* Whether a call succeeded. Any result other than a lack of memory is recorded as a failure. */
+/* Returns whether a call succeeded. Records an error other than a lack of memory. */
 static bool succeeded(int result, const char *call)
 {
     if (result && result != OUT_OF_MEMORY) {

@@ -4,13 +4,14 @@ Each container holds memory with known contents: blocks of the driver API, or th
 in PyTorch (model.py and torch_model.py in examples/workloads/programs). The models are asked
 in turn, so the one that is asked has to come back from host memory while another one leaves. Next
 to them, a container whose memory is never parked runs kernels all the time. Then two containers
-that always compute, and do not fit together, use the GPU in turn. Before that, the same program
-answers with the GPU to itself, without Tidegate. The part `deaths` (deaths.py) kills processes
-while their memory moves.
+that always compute, and do not fit together, use the GPU in turn. Before the models start, the same
+program is asked without Tidegate, with the GPU to itself. The part `deaths` (deaths.py) kills
+processes while their memory moves.
 
-The run fails if contents differ, if an answer does not come, or if a container holds more device
-memory than its quota. It reports how long the first kernel waits, at which rate memory moves, what
-the neighbour loses and what two busy containers deliver. The results are written to parking.json.
+The run fails if contents differ, if no answer comes within 2 minutes, or if a container holds more
+device memory than its quota. It reports how long the first kernel waits, at which rate memory
+moves, what the neighbour loses and what two busy containers deliver. The results are written to
+parking.json.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ MIB = 1 << 20
 class ModelProgram:
     """A program of examples/workloads/programs.
 
-    `more` is the part of its quota that is not the held memory, in bytes: for contexts, modules,
-    and what it computes with.
+    `more` is the part of its quota, in bytes, beyond the memory that it holds: for contexts,
+    modules and working memory.
     """
 
     file: str
@@ -122,7 +123,7 @@ def start_model(
 
 
 def ask_model(out: Path, number: int) -> dict[str, Any]:
-    """Ask a model, and return its answer; the wait counts from the question."""
+    """Ask a model, and return its answer with the times of question and answer, in seconds."""
     asked = time.monotonic()
     (out / f"ask.{number}").touch()
     deadline = asked + ANSWER_S
@@ -168,7 +169,7 @@ def parking_of(node: BenchNode, container: Running) -> dict[str, Any]:
 
 
 def finish(node: BenchNode, container: Running) -> dict[str, Any]:
-    """Let a model end, and return its report on its contents."""
+    """Make a model end, and return its report on its contents."""
     (container.out / "stop").touch()
     status = node.wait(container, READY_S)
     answer = last_json(container.output)
@@ -210,7 +211,7 @@ def measure_models(
 
 
 def neighbour_rates(times: Sequence[float], asked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the neighbour's units per second while a model comes, and while nothing moves."""
+    """Return the neighbour's units per second while a model comes back and while none moves."""
 
     def rate(spans: Sequence[tuple[float, float]]) -> float:
         seconds = sum(end - begin for begin, end in spans)

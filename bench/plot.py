@@ -77,7 +77,7 @@ class Chart:
     y_unit: str = ""
     """Unit that follows each number of the vertical axis."""
     key: Sequence[tuple[str, str]] = ()
-    """Meaning of line styles: (`thick`, `thin` or `dashed`, words)."""
+    """Meaning of line styles: (`thick`, `thin` or `dashed`, text)."""
     x_range: tuple[float, float] | None = None
     y_min: float | None = 0.0
     y_max: float | None = None
@@ -105,7 +105,7 @@ def number(value: float) -> str:
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions near `wanted`, in the same order, `gap` apart, within bounds if possible."""
+    """Return positions near `wanted`, in order, `gap` or more apart, within bounds if possible."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     placed = [0.0] * len(wanted)
     floor = low
@@ -144,7 +144,7 @@ def style_sheet(series: int) -> str:
 
 
 class Canvas:
-    """Maps a chart's values to places on its page, and collects the elements."""
+    """Maps a chart's values to positions on its page, and collects the elements."""
 
     TOP, RIGHT, BOTTOM, LEFT = 84, 196, 84, 84
 
@@ -163,11 +163,11 @@ class Canvas:
         self.bottom = chart.height - self.BOTTOM
 
     def x(self, value: float) -> float:
-        """Return the place of `value` on the page, from the left."""
+        """Return the position of `value` on the page, from the left."""
         return self.LEFT + (value - self.x0) / (self.x1 - self.x0) * (self.right - self.LEFT)
 
     def y(self, value: float) -> float:
-        """Return the place of `value` on the page, from the top; outside the range, on its edge."""
+        """Return the position of `value`, from the top; one outside the range is on its edge."""
         inside = min(max(value, self.y0), self.y1)
         return self.bottom - (inside - self.y0) / (self.y1 - self.y0) * (self.bottom - self.TOP)
 
@@ -182,7 +182,7 @@ class Canvas:
         self.add(f'<text {place} class="{css}"{gap}{extra}>{escape(words)}</text>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
-        """Add a straight line between places on the page."""
+        """Add a straight line between positions on the page."""
         ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
         self.add(f'<line {ends} class="{css}"/>')
 

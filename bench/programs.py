@@ -47,7 +47,7 @@ from vdriver.errors import VdriverError
 NOT_HERE = 77
 TOLERANCE = 1e-3
 FLOOR = 1e-3
-"""Numbers below this are compared as if they had this size."""
+"""Values below this are compared with the absolute tolerance that a value of this size has."""
 
 LINES_KEPT = 60
 COMPUTE = 50
@@ -60,7 +60,7 @@ the control library reports launches five times a second.
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """A program: its time limit in seconds, the module that it needs, and more capabilities."""
+    """A program: its time limit in seconds, the module that it needs, additional capabilities."""
 
     seconds: int
     needs: str = "ctypes"
@@ -108,7 +108,7 @@ CUDA_TOOLS = ("profiler", "nvcc", "sanitizer", "counters", "debugger")
 """Programs that run CUDA's tools."""
 
 GROUPS = {"engines": ENGINES, "tools": CUDA_TOOLS}
-"""Names that stand for several programs."""
+"""Names that select several programs."""
 
 ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")
 """Programs that need only the driver API, and kernels that the simulated GPU knows."""
@@ -131,7 +131,7 @@ class ProgramRun:
 
 @dataclass
 class Seen:
-    """The largest values of a container's counters on its first GPU, by the governor's reports."""
+    """The largest values of a container's counters on its first GPU that the governor reported."""
 
     launches: int = 0
     lookups: int = 0

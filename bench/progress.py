@@ -1,4 +1,4 @@
-"""Computes the progress of a job, which is how much of its own work it did, by the GPU's clock.
+"""Computes the progress of a job, which is the amount of its work that it did, by the GPU's clock.
 
 A workload stamps the end of each *unit* of work: a record of the time (nanoseconds, the GPU's
 clock) and the unit's kind (its position in the step). A solo run of the job shows how long a unit
@@ -55,7 +55,7 @@ class Profile:
     """Kind to nanoseconds, scaled so that the solo run's own progress rate is exactly 1."""
 
     scale: float
-    """Factor by which the medians were multiplied, for the tail of slow units that a median
+    """Factor by which the medians were multiplied, to account for slow units, which a median
     ignores.
     """
 
@@ -105,7 +105,7 @@ def check_order(stamps: Sequence[Stamp], source: str = "progress data") -> None:
 
 
 def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
-    """Return the durations of a job's units alone, from a run in which it was alone.
+    """Return the durations of a job's units without other jobs, from a run in which it was alone.
 
     The median per kind excludes stray interruptions from a unit's value. The scale corrects the
     sum, so that the solo run has a share of exactly 1 once its warm-up is over.
@@ -171,7 +171,7 @@ class Progress:
         return self._times[-1]
 
     def at(self, time: float) -> float:
-        """Return the solo nanoseconds of work done from the first stamp to `time`."""
+        """Return the work from the first stamp to `time`, in nanoseconds that it takes alone."""
         after = bisect.bisect_right(self._times, time)
         if after == 0:
             return 0.0

@@ -33,7 +33,7 @@ def find_commit(root: pathlib.Path = ROOT) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine's processor, cores, memory and kernel, by which a figure is judged."""
+    """Return the machine's processor, cores, memory and kernel, on which figures depend."""
     model = platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():

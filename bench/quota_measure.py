@@ -50,7 +50,7 @@ def profile_of(profiles: Mapping[str, Profile], job: str) -> Profile:
 
 
 def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: float) -> list[Any]:
-    """Return when a container had work, from the first and last units of its bursts."""
+    """Return when a container had work, in ns, from the first and last units of its bursts."""
     spans = []
     for first, last in bursts:
         if first <= last < len(stamps):
@@ -88,7 +88,7 @@ def measure_work(
     seconds: float,
     step_ns: int,
 ) -> tuple[int, int, list[dict[str, Any]]]:
-    """Return the start of the samples, their step, and the work of each container in each step."""
+    """Return the samples' start and step in ns, and the work of each container in each step."""
     used = [profile_of(profiles, tenant.job) for tenant in arm.tenants]
     runs = [Progress(one.stamps, profile) for one, profile in zip(reports, used, strict=True)]
     begin = max(run.begin for run in runs) + int(SETTLE_S * NS_PER_S)

@@ -74,15 +74,15 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
                 now = min([view.wake_ns, *later, until])
                 continue
             job = jobs[numbers.index(view.holder)]
-            # Whether a grant was lent is settled when the same container's next one begins.
+            # Whether a grant was lent is known only when the same container's next one begins.
             lent = arbiter.stats(view.holder).lent_ns
             if job.grants and lent > job.lent:
                 job.grants[-1] = (*job.grants[-1][:2], True)
             job.lent = lent
             start = view.start_ns + (HAND_OVER if view.holder != last else 0)
             last = view.holder
-            # It works until its grant ends, even if the deadline changes meanwhile, or until it
-            # falls asleep.
+            # The container works until its grant ends, whose deadline may change during the grant,
+            # or until it falls asleep.
             while view.holder == last:
                 asleep = job.asleep[0] if job.asleep[0] > start else NEVER
                 end = min(view.deadline_ns, asleep, until)

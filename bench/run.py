@@ -72,7 +72,7 @@ def read_run(path: pathlib.Path, runner: str) -> tuple[dict[str, Any], dict[str,
 
 
 def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-    """Check that the raw samples give the figures that the summary claims."""
+    """Raise ResultError unless the raw samples give the figures that the summary claims."""
     quota = {one["name"]: one["compute"] for one in summary["containers"]}
     for label, width in WINDOWS.items():
         again = mean_abs_error_pp(sampled_shares(samples, width), quota)
@@ -85,7 +85,7 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
 
 
 def name_commit(run: dict[str, Any], commit: str | None) -> None:
-    """Set the commit of a run on a copy of the tree, if it could not be determined."""
+    """Set the commit of a run if the run could not determine it, or found changed files."""
     if commit and (run["commit"] == UNKNOWN or run["commit"].endswith("-dirty")):
         run["commit"] = commit
 
@@ -420,7 +420,7 @@ def result_name(result: Mapping[str, Any]) -> str:
 
 
 def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Write a result to a new file; raise ResultError if the file exists, because it is history."""
+    """Write a result to a new file; raise ResultError if it exists: a result is never replaced."""
     validate(result)
     text = json.dumps(result, separators=(",", ":")) + "\n"
     if len(text) > MAX_BYTES:

@@ -176,12 +176,12 @@ class GrantSandbox:
         self._wake_field("signal", device)
 
     def order(self, *, resident: bool) -> None:
-        """Order that memory is parked, or moved back to the first GPU."""
+        """Order memory to be parked, or to be moved back to the first GPU."""
         self.write("resident", int(resident))
         self._wake_field("resident", 0)
 
     def has_moved(self) -> bool:
-        """Return whether all processes have done what was ordered last."""
+        """Return whether all processes have carried out the last order."""
         resident = pages.read(self.grant, layout.grant_device(0), "grant_device", "resident")
         wanted = RESIDENT if resident else PARKED
         return all(self._read_slot(slot, "residency") == wanted for slot in self._processes)

@@ -39,7 +39,7 @@ SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
 """Claims per node in the counted hour."""
 STEPS = 60
-"""Steps of the driver that are counted, of an hour's 1,800; unchanged state is not sent."""
+"""Steps of the driver that are run, of the 1,800 of an hour; one without a change sends nothing."""
 
 
 def points() -> list[tuple[Scenario, ClusterPolicy]]:
@@ -226,7 +226,7 @@ def claim_of(name: str, node: str, device: str) -> dict[str, Any]:
 
 
 def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
-    """Run the drivers of `nodes` nodes for an hour, and lose and find one GPU of each node once.
+    """Run the drivers of `nodes` nodes for an hour; one GPU of each node is lost for ten minutes.
 
     Claims come one by one and GPUs always have room, so each claim causes an update of the slice.
     """

@@ -1,8 +1,8 @@
 """`python -m bench.overhead --step`: times training steps and decoding, natively and governed.
 
 Each arm is a process that is warmed up and runs steps for a moment on request, while the other one
-is idle. So the two values of a pair are half a second apart and do not include start-up time. The
-container is alone and has the whole GPU. Both arms stay on the same processors.
+is idle. So the two values of a pair are taken within about half a second, and do not include
+start-up time. The container is alone and has the whole GPU. Both arms stay on the same processors.
 
 Two processes of the same program differ by up to a percent for as long as they live, depending on
 where their memory is and on which processor each thread runs. So there are rounds, each with two

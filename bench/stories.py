@@ -55,7 +55,7 @@ class StoryRow:
 
 @dataclass
 class StoryProgram:
-    """A program, in a container or outside any, that stamps its work."""
+    """A program that stamps its work, in a container or outside."""
 
     name: str
     out: Path
@@ -174,7 +174,7 @@ class Stage:
         ]  # fmt: skip
 
     def begin(self, *programs: StoryProgram) -> None:
-        """Wait until these programs are set up, and let them begin to work."""
+        """Wait until these programs are set up, and let them begin; raise StoryError on failure."""
         deadline = time.monotonic() + SET_UP_S
         for program in programs:
             while not (program.out / "begin.ready").exists():
@@ -194,7 +194,7 @@ class Stage:
                 raise StoryError(f"{program.name} failed: {tail(program)}")
 
     def status(self, program: StoryProgram) -> int:
-        """Wait for a program's end, and return its exit status."""
+        """Wait for a program's end, and return its status; raise StoryError after SPARE_S."""
         try:
             return program.process.wait(SPARE_S)
         except subprocess.TimeoutExpired:
@@ -276,7 +276,7 @@ class Stage:
 
 
 def read_containers(story: Path) -> dict[str, Mapping[str, str]]:
-    """Return each container's annotations; a story without the file provides its own."""
+    """Return each container's annotations; a story without containers.yaml provides its own."""
     path = story / "containers.yaml"
     return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
@@ -315,7 +315,7 @@ def answers(program: StoryProgram, pause_us: float) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return that percentile of the values."""
+    """Return the given percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 

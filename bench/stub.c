@@ -1,7 +1,7 @@
 /*
  * A libcuda with functions that return at once, for measuring the control library's own cost
  *
- * It is not a driver and not a simulation: the handles of streams, events and contexts refer to
+ * It is neither a driver nor a simulation: the handles of streams, events and contexts refer to
  * nothing, memory consists of addresses that must not be accessed, and every event is complete.
  * Functions that return no value to the caller share one body.
  */
@@ -14,7 +14,7 @@
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 
 static uint64_t pinned[8192];
-/* Handles are addresses in this array, because 1 and 2 stand for streams in the driver API. */
+/* Handles are addresses in this array, because 1 and 2 denote special streams in the driver API. */
 static char objects[4096];
 
 EXPORT int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,

@@ -2,7 +2,7 @@
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
 time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes
-6 KiB per GPU, and at most `MAX_SERIES` series are kept. Those that ended first are dropped first.
+6 KiB per GPU, and at most `MAX_SERIES` series are kept. Series that ended first are dropped first.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Cut:
 
 
 class History:
-    """The history of one governor since `start_ns`; steps are counted from there, from 0."""
+    """The history of one governor since `start_ns`; steps are numbered from there, from 0."""
 
     def __init__(self, start_ns: int) -> None:
         self._start_ns = start_ns

@@ -204,7 +204,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    # A runtime_dir has one governor, so an existing socket was left by one that died.
+    # A runtime_dir has one governor, so an existing socket was left by a dead governor.
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)

@@ -1,6 +1,6 @@
 """A listening Unix socket for a container's processes.
 
-A `RateLimiter` limits how much of the governor's time it takes, whatever the container does.
+A `RateLimiter` limits how much of the governor's time the processes take, whatever they do.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def start_serving(
 ) -> None:
     """Start a task that serves an accepted connection, and keep it in `tasks` until it ends.
 
-    `serve` closes the connection, unless it keeps it. A task that is cancelled before its first
-    step never enters `serve`, so the connection is closed here.
+    `serve` closes the connection when it returns, unless the connection is still needed. A task
+    that is cancelled before its first step never enters `serve`, so the connection is closed here.
     """
 
     def ended(task: asyncio.Task[None]) -> None:

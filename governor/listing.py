@@ -91,7 +91,7 @@ def safe(text: object) -> str:
 
 
 def cell(text: object) -> str:
-    """Return untrusted text for a line that is cut: each character is one column wide.
+    """Return untrusted text for a line that may be cut off: each character is one column wide.
 
     A character of two columns would make lines wrap, and push other lines off the screen.
     """
@@ -241,7 +241,7 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
     """Return the state of a container, on one GPU or on all."""
     kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
     words = ["frozen"] if container["frozen"] else []
-    # A governor of an earlier version does not send this.
+    # A governor of an earlier version does not send this field.
     words += [container["suspension"]] if container.get("suspension") else []
     parking = container.get("parking") or {}
     words += [parking["residency"]] if parking.get("residency", "resident") != "resident" else []

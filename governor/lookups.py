@@ -31,7 +31,7 @@ class UnknownFunctions:
         return tuple(self._names)
 
     def read(self, ledger: mmap) -> list[str]:
-        """Return the names that were not in the ledger before."""
+        """Return the names in the ledger that were not found before."""
         found = []
         for place in pages.read_unknown(ledger):
             name = place.partition(b"\0")[0]

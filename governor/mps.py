@@ -145,7 +145,7 @@ def read_line(line: str) -> MpsEvent | None:
 
 
 class Follower:
-    """New lines of a log that another process writes."""
+    """Reads the new lines of a log that another process writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -260,7 +260,7 @@ class Mps:
     # ---- the daemon
 
     async def run(self) -> None:
-        """Keep the daemon running until cancelled; the daemon then continues by itself."""
+        """Keep the daemon running until cancelled; the daemon then continues to run."""
         pause = SHORTEST_S
         while True:
             began = time.monotonic()

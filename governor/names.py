@@ -66,8 +66,7 @@ def _truncated(name: object) -> str:
 def _read_docker(identifier: str, bundle: str) -> object:
     """Read the name from Docker's settings of the container.
 
-    These are in the directory of those of Docker's files that the container mounts, wherever
-    that directory is.
+    They are in the directory from which the container mounts OWN_FILES, wherever that directory is.
     """
     config = _read(Path(bundle) / "config.json")
     mounts = config.get("mounts") if isinstance(config, dict) else None

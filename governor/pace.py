@@ -40,7 +40,7 @@ class RateLimiter:
 
 
 class RateLimitedLog:
-    """Log lines that a tenant causes.
+    """A log for lines that a tenant causes.
 
     Lines in excess of the rate are dropped; the next line that is written gives their number.
     """

@@ -26,7 +26,7 @@ from governor.residency import Occupant, Whereabouts, decide, excess
 log = structlog.get_logger()
 
 TICK_S = 0.01
-"""Interval of the checks while memory of some container is parked or moves, in seconds."""
+"""Interval of the checks while any container's memory is parked or moves, in seconds."""
 REST_S = 0.2
 """The same at other times."""
 ROOM_S = 5.0
@@ -40,13 +40,13 @@ AGAIN_NS = 60_000_000_000
 LATE_NS = 5_000_000_000
 """A move to the GPU that takes longer is logged."""
 COME_NS = 60_000_000_000
-"""A container that has not reported within this time that its memory is on the GPU counts as if it
-had: others must not wait for that report for ever."""
+"""A container that has not reported within this time that its memory is on the GPU counts as
+resident: others must not wait for that report for ever."""
 WAIT_NS = 30_000_000_000
 """A wait for room on the GPU that takes longer is logged."""
 UNKNOWN = 1 << 62
-"""Larger than any quota. It stands for what a container that was found leaving keeps, until that is
-known: when the container has left."""
+"""Larger than any quota. It is used for the memory that a container keeps if it was found leaving,
+until the container has left and the actual value is known."""
 SAMPLE_NS = 5_000_000_000
 """Longest wait of a new governor for the first sample of the containers that it finds."""
 
@@ -76,8 +76,8 @@ class _Spot:
     said_late: bool = False
     said_waits: bool = False
     unsampled_ns: int = 0
-    """Time until which nothing is decided for the GPU without a sample of this container, which a
-    new governor has found; 0: there is no need to wait."""
+    """Time until which nothing is decided for the GPU without a sample of this container, because a
+    new governor has found it; 0 if there is no need to wait."""
 
 
 class Parker:
@@ -91,12 +91,12 @@ class Parker:
         self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}
         self._growing: dict[Container, asyncio.Task[None]] = {}
-        self._lacks_memory: set[Container] = set()  # of these, those for which there was none
+        self._lacks_memory: set[Container] = set()  # those of `_growing` that found no host memory
         self._more: dict[Container, int] = {}
         self._wanted = asyncio.Event()
 
     async def run(self) -> None:
-        """Check the containers from time to time, for ever."""
+        """Check the containers periodically, until cancelled."""
         try:
             while True:
                 moving = self.step(time.monotonic_ns())
@@ -110,7 +110,7 @@ class Parker:
             await asyncio.gather(*self._growing.values(), return_exceptions=True)
 
     async def make_room(self, container: Container, more: int = 0) -> None:
-        """Wait until a container that is never parked has the room for its quota on its GPUs.
+        """Wait until the GPUs of a container that is never parked have room for its quota.
 
         `more` are bytes by which its quota is about to grow. Raise RefusedError if others that may
         be parked do not leave in time.
@@ -133,7 +133,7 @@ class Parker:
     def _missing(self, container: Container) -> int:
         """Return the bytes by which the fullest of a container's GPUs is too full.
 
-        Where nothing is ever parked, all memory that was granted fits.
+        On a GPU without containers that may be parked, all memory that was granted fits.
         """
         now_ns = time.monotonic_ns()
         everyone = list(self._containers.containers.values())
@@ -228,7 +228,7 @@ class Parker:
 
     @staticmethod
     def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
-        """Return where the memory is of a container that is new, or was found by a new governor."""
+        """Return where the memory of a new container is, or of one that a new governor found."""
         place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
         if not is_ordered and report.n_parked == report.n_processes:
             place = Whereabouts.PARKED
@@ -295,7 +295,7 @@ class Parker:
 
     def _order(self, container: Container, place: Whereabouts, now_ns: int) -> None:
         spot, parking = self._spots[container], container.parking
-        assert parking is not None  # noqa: S101 - only such containers are told to move
+        assert parking is not None  # noqa: S101 - only such containers get orders
         container.residency = place.value
         spot.place, spot.ordered_ns, spot.said_late = place, now_ns, False
         parking.order(resident=place is Whereabouts.COMING)

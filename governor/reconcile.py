@@ -59,8 +59,8 @@ class Observer(Protocol):
 
 
 EACH = 16 << 20
-"""Upper bound, in bytes, of the memory that each process adds and that NVML attributes to none:
-8.8 MiB on an H200, driver 580."""
+"""Upper bound, in bytes, of the memory that each process adds and that NVML attributes to no
+process: 8.8 MiB on an H200, driver 580."""
 
 
 @dataclass
@@ -177,7 +177,8 @@ def _unseen(
 
     Return None while a process creates a context: NVML shows the memory before it attributes it to
     the process. The same applies while the memory of a container is moved, by the governor's order.
-    Memory that is parked in host memory is charged like such memory, but is not on the GPU.
+    Memory that is parked in host memory is charged in the same way, but is not on the GPU, so it is
+    not counted.
     """
     unseen = 0
     for container, of_processes in charges:

@@ -71,8 +71,8 @@ def find_containers(
     looks: list[tuple[str, Callable[[], FoundContainer | None]]] = [
         (row.key, partial(search.known, row)) for row in state.containers.values()
     ]
-    # They are listed before the first container is taken over: this governor then writes to the
-    # state.
+    # Unknown directories are listed before the first container is taken over, because from then on
+    # this governor writes to the state.
     looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
     for key, look in looks:
         try:
@@ -251,7 +251,7 @@ class _Search:
     def _unregistered(
         self, row: ContainerRow, ledger: Ledger, named: set[int]
     ) -> Iterator[tuple[ProcessRow, int]]:
-        """Yield the processes of slots that are in use but not in the damaged state.
+        """Yield the processes of slots that are in use but missing in the damaged state.
 
         A slot contains its process's pid in that process's own namespace. The process must also
         have the ledger mapped.

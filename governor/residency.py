@@ -1,4 +1,4 @@
-"""Decide whose memory is on a GPU, where more memory is granted than the GPU has.
+"""Decide which containers' memory is on a GPU for which more memory is granted than it has.
 
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 IDLE_NS = 500_000_000
 """A container that has not worked for this long is idle, in nanoseconds."""
 STAY_NS = 1_000_000_000
-"""Shortest time for which an idle container stays resident, in nanoseconds. It is also at least the
-time that its last move took: a container that wakes up often does not spend most of it moving."""
+"""Shortest time for which an idle container stays resident, in nanoseconds. It also stays at least as
+long as its last move took: a container that wakes up often does not spend most of its time
+moving."""
 TURN_NS = 10_000_000_000
 """Shortest time for which a working container stays resident, in nanoseconds."""
 COST = 8
-"""That time is also at least this many times the time that its last move took."""
+"""A working container also stays at least this many times as long as its last move took."""
 
 
 class Whereabouts(enum.Enum):
@@ -49,7 +50,7 @@ class Occupant:
     quota: int
     place: Whereabouts
     held: int = 0
-    """Memory on the GPU by the driver's own account, while its memory is parked."""
+    """Memory that it has on the GPU according to the driver, while its memory is parked."""
     keeps: int = 0
     """Estimate of what it would hold if it were parked."""
     holds: int = 0
@@ -114,9 +115,9 @@ class Orders:
 def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
     """Return what has to change on a GPU with `capacity` bytes.
 
-    Containers come in the order in which they began to wait. One for which there is no room keeps
-    those behind it waiting while others will make room for it, so that large ones are not passed
-    over.
+    Containers come in the order in which they began to wait. A container for which there is no room
+    blocks those behind it as long as others will make room for it, so that containers with large
+    quotas are not passed over.
     """
     everyone = _fitted(capacity, list(tenants))
     free = capacity - sum(one.taken for one in everyone)
@@ -152,7 +153,7 @@ def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
 
 
 def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
-    """Return the containers with quotas that fit next to what all others have at least.
+    """Return the containers, with quotas reduced to what fits next to the least of all others.
 
     A quota is reduced at most by what the others keep when they are parked: admission has ensured
     that it fits next to the quotas of containers that are never parked.
@@ -191,7 +192,7 @@ def _choose(everyone: Sequence[Occupant], need: int, now_ns: int) -> list[str]:
         need -= one.quota - one.keeps
     if need > 0:
         return []
-    # One that was chosen early may be unnecessary because of a larger one that was chosen later.
+    # A container that was chosen early may be unnecessary if a larger one was chosen later.
     for one in list(chosen):
         if need + one.quota - one.keeps <= 0:
             chosen.remove(one)

@@ -34,7 +34,7 @@ START_S = 3.0
 """Longest wait for GPUs to be tested and steered before containers are admitted, in seconds. A hook
 waits for 5 s. A test takes half of that time, and cannot be made once containers work."""
 TURN_S = 0.1
-"""Interval at which a test that waits for its turn looks for the end of the governor, in s."""
+"""Interval at which a test that waits for its turn checks whether the governor ends, in s."""
 
 
 def _n_at_once() -> int:
@@ -105,7 +105,7 @@ class Opener:
     def open(self, ending: threading.Event) -> Closeable:
         """Return the GPU, tested if it has not passed a test yet.
 
-        Raises OSError or DriverCallError if it cannot be opened, NotProbedError if it cannot be
+        Raise OSError or DriverCallError if it cannot be opened, NotProbedError if it cannot be
         tested now, and WithoutEffectError if it must not be steered. With `scheduling: hardware`, a
         GPU that cannot be tested is steered unless it failed an earlier test.
         """

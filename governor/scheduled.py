@@ -31,7 +31,7 @@ class Scheduled:
         self._loop = asyncio.get_running_loop()
 
     def start(self, quota: Quota, grant: mmap, ledger: mmap) -> None:
-        """Share the GPUs with the container of these pages."""
+        """Share the GPUs with the container that has these pages."""
         shares = shares_of(quota)
         for i, runner in enumerate(self._runners):
             self._tenants.append(runner.add(*shares, grant, i, ledger, latency=quota.is_latency))
@@ -98,7 +98,7 @@ class Scheduled:
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
         """Hold exactly these unregistered processes to the quota through a steered GPU's scheduler.
 
-        They belong to the container; `owns` checks whether a pid does. Return the pids that were
+        They belong to the container; `owns` returns whether a pid does. Return the pids that were
         not held before.
         """
         runner, tenant = self._runners[device], self._tenants[device]

@@ -116,7 +116,7 @@ class Server:
             try:
                 await self.admissions.adopt(found)
             except Exception as e:  # one container must not keep the others from being adopted
-                # The container keeps to its quota by itself, as while the governor was away.
+                # The container enforces its quota itself, as while the governor was away.
                 log.exception("container-not-adopted", key=found.recovered.key, error=repr(e))
         self.bookings.release_unused()
         for claim in list(self.claims.values()):
@@ -313,7 +313,7 @@ class Server:
         return any(mps.device in container.devices for container in self.containers.values())
 
     def close(self) -> None:
-        """Detach from every container; running ones keep to their quota by themselves."""
+        """Detach from every container; running containers then enforce their quotas themselves."""
         self.admissions.close()
 
 

@@ -102,7 +102,7 @@ def make_grant(
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(fd, 0o644)
-        # It is allocated now: on a full tmpfs, a write to an unallocated page would raise SIGBUS.
+        # Allocate the space now: on a full tmpfs, a write to an unallocated page raises SIGBUS.
         os.posix_fallocate(fd, 0, layout.GRANT_FILE_SIZE)
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
     finally:
@@ -147,7 +147,7 @@ def open_grant(path: Path) -> mmap.mmap:
 def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str, ...]]:
     """Return the quota and the GPUs in a grant page; each GPU has to be one of `uuids`.
 
-    Raise PageError if the page contains nonsense.
+    Raise PageError if the content of the page is invalid.
     """
     names = {uuid_bytes(uuid): uuid for uuid in uuids}
     count = pages.read(page, 0, "grant_header", "n_devices")
@@ -213,9 +213,9 @@ def find_ledger(
 ) -> Ledger | None:
     """Return the ledger that one of these processes has mapped, or None if none has.
 
-    `file` is the identity of the ledger. If it is not known, the first file is used that has the
-    form of a ledger and does not belong to another container (`taken`): a process may have received
-    a descriptor of another container's ledger.
+    `file` is the identity of the ledger. If it is not known, the first file that has the form of a
+    ledger and does not belong to another container (`taken`) is used: a process may have received a
+    descriptor of another container's ledger.
     """
     device = file.device if file else memfd_device()
     until = time.monotonic() + SEARCH_S
@@ -242,7 +242,7 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
         return None
     with contextlib.suppress(OSError, ValueError):
         status = os.fstat(fd)
-        # Without the seals, its owner could shrink it while it is in use, which would raise SIGBUS.
+        # Without the seals, a process could shrink it while it is in use, which would raise SIGBUS.
         if (
             FileIdentity(status.st_dev, status.st_ino) == file
             and status.st_size == layout.LEDGER_SIZE

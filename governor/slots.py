@@ -167,7 +167,7 @@ class Slots:
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
     def announce(self) -> None:
-        """Announce to the runners, once they exist, the processes that were taken over."""
+        """Announce the processes that were taken over to the runners, once these exist."""
         for process in self._processes.values():
             self._announce(process)
 

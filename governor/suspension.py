@@ -44,8 +44,8 @@ log = structlog.get_logger()
 WAIT_S = 30
 """Time within which the submitted work of a container has to end, in seconds."""
 FIRST_WAIT_S = 1.0
-"""The same for the first attempt with a container that has several processes or GPUs, so that parts
-of its work may depend on each other, in seconds. It doubles with each attempt."""
+"""The same, in seconds, for the first attempt with a container that has several processes or GPUs:
+parts of its work may depend on each other. It doubles with each attempt."""
 RUN_S = 0.1
 """Time for which such a container runs on between two attempts, in seconds."""
 GRANTS_S = 3.0
@@ -82,7 +82,7 @@ class FindsContainers(Protocol):
         """All of them, by key."""
 
     def find(self, identifier: str) -> tuple[Container, Member] | None:
-        """Return a container by its id."""
+        """Return a container and its member with this id; None if there is none."""
 
 
 class Suspender:
@@ -103,7 +103,10 @@ class Suspender:
         self._libcuda, self._computing = libcuda, computing
 
     async def suspend(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Suspend a container; raise RefusedError if it cannot be."""
+        """Suspend a container.
+
+        Raise RefusedError if that is not possible, and StateError if it cannot be stored.
+        """
         container = self._find(request["id"])
         self._refuse(container)
         if container.suspension:
@@ -141,7 +144,7 @@ class Suspender:
         return self._done("container-suspended", container, n, memory, began)
 
     async def resume(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Resume a container; raise RefusedError, with the container suspended, if that fails."""
+        """Resume a container; if that fails, it stays suspended, and RefusedError is raised."""
         container = self._find(request["id"])
         if container.is_moving:
             raise RefusedError(

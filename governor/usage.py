@@ -30,7 +30,7 @@ MAX_WAITING = 64
 """Maximum number of samples that wait for the process's next query of its pools."""
 
 MAX_CONTEXTS = 64
-"""Maximum number of contexts of one process on one GPU; a higher report is nonsense."""
+"""Maximum number of contexts of one process on one GPU; a higher report is not believed."""
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ A job with processes that wait for each other makes progress only while it runs 
 otherwise it spins on those that it has. With uncoordinated turns, a job that has 30 % of two GPUs
 makes progress for about 9 % of the time. So such a container has a *window* in each period, at the
 same time on all its GPUs, in which every other container that keeps one of these GPUs busy is off.
-Outside its window the container is off. It has a window while it uses most of its part and another
-container works on any of its GPUs. A container with only occasional work gets none: it would wait
-for its window needlessly, and block others during it.
+Outside its window the container is off. It has a window while it uses most of its part of the
+periods and another container works on any of its GPUs. A container with only occasional work gets
+none: it would wait for its window needlessly, and block others during it.
 
 The threads of the GPUs share a `Board`. In each step, each thread reports what its containers do.
-The windows are placed once per period, from the reports until then, so they are the same on all
-GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a GPU do
-not overlap. Times are nanoseconds, shares are fractions of one GPU.
+The windows are placed once per period, from the reports received until then, so they are the same
+on all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a
+GPU do not overlap. Times are nanoseconds, shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MORE = 3 * MS
 """Longest time that is added to a window because earlier ones were too short: the driver calls that
 begin and end a window take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
 ALIKE = 0.8
-"""Fraction of a container's use on the GPU where it uses most. On a GPU where it uses less than
-this, it is taken to do little."""
+"""Fraction of a container's time on the GPU that it uses most. It is taken to have little work on a
+GPU that it uses less than this."""
 ENTER, LEAVE = 0.6, 0.4
 """Fractions of a container's part of a period. A container that uses at least the first gets a
 window, and keeps it while it uses at least the second."""
@@ -49,8 +49,8 @@ class Joins(Protocol):
 @dataclass
 class _Gang:
     said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # reports by GPU: time, load
-    missing: float = 0.0  # time that its windows lacked, in ns
-    used: float = 0.0  # time per period on the GPU where it used most, averaged
+    missing: float = 0.0  # time by which its windows were too short, in ns
+    used: float = 0.0  # time per period on the GPU that it used most, averaged
 
 
 class Board:
@@ -115,9 +115,9 @@ class Board:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
-                # It makes progress only while it is on all of its GPUs, so the GPU where it had
-                # least counts, unless the job does little there. The correction is halved, because
-                # its effect is reported a period later.
+                # It makes progress only while it is on all of its GPUs, so the GPU where it had the
+                # least time counts, unless it has little work there. The correction is halved,
+                # because its effect is reported a period later.
                 had = min((one for one in each if one >= ALIKE * most), default=0)
                 had -= _time_apart([load.span for load in loads.values()], now)
                 gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
@@ -127,7 +127,7 @@ class Board:
                 spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
                 guarantees.setdefault(gpu, {})[number] = load.guarantee
                 others[gpu] = load.guarantee + load.others
-        # There are gaps only where all busy containers have windows: others would run in them.
+        # There are gaps only where all busy containers have windows: others would use the gaps.
         gaps = {
             gpu: spare[gpu] if others[gpu] - sum(guarantees[gpu].values()) < TINY else 0.0
             for gpu in others
@@ -201,7 +201,7 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
 
 
 def _time_apart(spans: Sequence[tuple[int, int]], now: int) -> int:
-    """Return for how much of its last window a container was not on all of its GPUs.
+    """Return for how long in its last window a container was not on all of its GPUs, in ns.
 
     The driver calls of several GPUs exclude each other, so one GPU's window begins and ends later
     than another's.

@@ -39,8 +39,9 @@ N_OVERLAP = 64
 MAX_CLIENTS_KEPT = MAX_CLIENTS_PROBED // 2
 """Number of known clients that an ordinary search probes again."""
 SLICE_UNIT = 1024
-"""Length in nanoseconds of what the driver counts as a microsecond of a time slice: one of 24,920
-us lasts 25.53 ms (H200), and all other lengths that were tried are longer in the same ratio."""
+"""Length in nanoseconds of what the driver counts as a microsecond of a time slice: a slice of
+24,920 us lasts 25.53 ms (H200), and slices of all other lengths that were tried are longer in the
+same ratio."""
 
 
 class ClientHolding(NamedTuple):
@@ -94,7 +95,7 @@ class NvidiaHardware:
         self._ioctl = ioctl
         self._driver = self._open()
         self._clients: list[int] = []  # of other processes, at the last search
-        self._searched = 0  # handle of the client that made it
+        self._searched = 0  # handle of the client that made that search
         try:
             gpu = self._driver.gpu(uuid)
             if gpu is None:
@@ -127,8 +128,7 @@ class NvidiaHardware:
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
         """Return a process's clients on this GPU; none if it is gone or has no context.
 
-        A `thorough` search takes 2 s, and also finds a client if more than a few thousand newer
-        clients exist.
+        A `thorough` search takes 2 s, and finds a client even if thousands of newer clients exist.
         """
         # A client has to be newer than those that it searches for.
         with self._open() as probe:

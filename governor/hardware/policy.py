@@ -5,9 +5,9 @@ container used and the current time; `step` returns a setting for each container
 next step. The GPU's own scheduler carries the settings out. *On*: the container's channels are
 scheduled. *Slice*: how long a channel group runs before the GPU looks for another. The GPU
 schedules the groups that are on and have work round-robin, so their slices act as weights, and a
-group without work costs nothing. A *turn* is one stay on the GPU: that of a channel group ends with
-its slice or its work; that of a container lasts while it is the only one of several that is
-switched on. In a *round* each busy group has one turn; a period has a whole number of rounds.
+group without work costs nothing. A *turn* is one stay on the GPU: a channel group's turn ends with
+its slice or its work; a container's turn lasts while it is the only one of several that is switched
+on. In a *round* each busy group has one turn; a period has a whole number of rounds.
 
 A container that is below its guarantee is *owed* the missing time. There are two ranks. The *first
 rank* consists of the containers that have been below their guarantee for a while, and of those of
@@ -89,7 +89,7 @@ LONG = 16 * MS
 slices."""
 END = 70_000
 """Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us).
-Only the part RESTORE (trace.py) of it is not charged to any container."""
+Of this time, only RESTORE (trace.py) is charged to no container."""
 GAP = 80_000
 """Time from the end of a turn to the beginning of the next (H100, H200)."""
 TURN_COST = GAP + END
@@ -108,8 +108,8 @@ SOON = 2 * MS
 the interval is a debt."""
 
 LIVELY = 3 * PERIOD
-"""Time since its last use of the GPU for which a container counts as working. It spans periods
-because containers with windows are off most of the time."""
+"""Time since its last use of the GPU for which a container counts as working. It spans several
+periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
 RISE = 150 * MS
@@ -121,8 +121,8 @@ took while others were owed, it owes at most MOST."""
 LACKS = 0.8
 """Fraction of a container's guarantee for the last second. In a *circle* (the slices alone keep its
 containers to their caps), the time that a container is owed varies by a turn or two, and is
-recovered slowly because no container gets more than its slices. So one that got more than this
-fraction stays in the circle."""
+recovered slowly because no container gets more than its slices. So a container that got more than
+this fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02
@@ -522,7 +522,7 @@ class Policy:
         return max(1, min(rounds, int(least // SHORTEST)))
 
     def _take_turn(self, busy: list[int], now: int) -> int | None:
-        """Return which of the containers that keep the GPU busy has the turn; None without any."""
+        """Return which of the `busy` containers has the turn; None if there are none."""
         if len(busy) < 2:
             self._turn = busy[0] if busy else None
             self._turn_end = NEVER

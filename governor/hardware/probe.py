@@ -33,7 +33,7 @@ NAME = "steering.json"
 WITHIN_S = 25.0
 """Longest duration of a test, in seconds."""
 POLL_S = 0.1
-"""Interval at which a wait looks for the end of the governor, in seconds."""
+"""Interval at which a waiting test checks whether the governor is ending, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of a killed process, which a driver that hangs may delay, in seconds."""
 ANSWER_S = 5.0
@@ -45,17 +45,18 @@ time in which it would end."""
 LATE_NS = 2_000_000
 """Time for which a process may still work after the call that switches it off, in ns."""
 HELD = 1.5
-"""Shortest duration of that work that shows an interruption, as a multiple of WORK_MS."""
+"""Shortest duration of WORK_MS of work that shows an interruption, as a multiple of WORK_MS."""
 N_TRIES = 5
 RACE_MS = 60
 SLICE_NS = (8_000_000, 1_000_000)
-"""Time slices of two processes with RACE_MS of work each. The first one takes 9/8 of RACE_MS, and
-the second one twice RACE_MS; with equal slices, both take equally long."""
+"""Time slices of two processes with RACE_MS of work each. The first process takes 9/8 of RACE_MS,
+and the second one twice RACE_MS; with equal slices, both take equally long."""
 AHEAD = 1.5
-"""Longest time of the first one, and shortest time of the second one, as a multiple of RACE_MS."""
+"""Longest time that the first process may take, and shortest time that the second one must take, as
+a multiple of RACE_MS."""
 TRACED = 0.25
-"""Smallest fraction of the work that the trace must show. It has no record of a context that has
-the GPU to itself until another one takes it over."""
+"""Smallest fraction of the work that the trace must show. The trace has no record of a context that
+has the GPU to itself until another one takes the GPU over."""
 
 
 class WithoutEffectError(Exception):
@@ -77,7 +78,7 @@ class Worker:
     """A process that works on the GPU when told to; a context manager that ends it."""
 
     def __init__(self, library: str, uuid: str, until: float, ending: Callable[[], bool]) -> None:
-        """Start it.
+        """Start the process.
 
         A wait for an answer ends at `until`, a time of the monotonic clock, and when `ending`
         returns true.
@@ -163,7 +164,7 @@ class Worker:
         return answer
 
     def wait(self) -> Work:
-        """Wait for the end of its work."""
+        """Wait for the end of its work, and return it."""
         answer = self.answer(ANSWER_S)
         if answer is None:
             raise WithoutEffectError(f"work of some ms did not end within {ANSWER_S:g} s")
@@ -180,14 +181,14 @@ def probe(
     """Test the calls on a GPU that no other process uses, with the libcuda at `library`.
 
     `computing` returns the pids of the processes that compute on the GPU, and `ending` whether the
-    governor ends. Raises WithoutEffectError if a call has no effect, NotProbedError if the test
+    governor is ending. Raise WithoutEffectError if a call has no effect, NotProbedError if the test
     cannot be made or has to end, and the errors of `hardware` and `computing`.
     """
     until = time.monotonic() + WITHIN_S
     own: set[int] = set()
 
     def require_alone() -> None:
-        # Beside other work, all work takes longer, as if it had been interrupted.
+        # While other processes work, the test's work takes longer, as if it were interrupted.
         if not own >= set(computing()):
             raise NotProbedError("other processes use it")
 

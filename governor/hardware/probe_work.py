@@ -45,7 +45,7 @@ The simulated GPU has a kernel of this name, which takes `count` nanoseconds."""
 FIRST = 1 << 14
 """First count that is tried."""
 LONG_MS = 10.0
-"""Shortest duration from which a kernel's length is computed."""
+"""Shortest duration from which the kernel's speed is computed, in ms."""
 N_WARM = 8
 """Number of runs of such a kernel, of which the fastest counts: the GPU's clock rises with use."""
 

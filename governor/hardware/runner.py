@@ -114,7 +114,7 @@ class _SteeredContainers:
         self.processes = {one for one in self.processes if one[0] != number}
 
     def tell(self, steering: Steering[Any]) -> None:
-        """Add all containers and their processes."""
+        """Add all containers and their processes to a new Steering."""
         for number, share in self.shares.items():
             steering.add(number, share)
         for number, gang in self.gangs.items():
@@ -401,7 +401,7 @@ class HardwareRunner(Runner):
         )
 
     def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
-        """Run a call on the steering thread, while the GPU is steered; the lock is held."""
+        """Run a call on the steering thread, if the GPU is steered; the caller holds the lock."""
         if self._is_steered:
             self._calls.put(what)
 

@@ -172,9 +172,9 @@ class Steering(Generic[H]):
     def take(self, tenant: int, pid: int, found: Sequence[H]) -> None:
         """Steer the channels that were found for a process; they replace those known before.
 
-        A channel that was found in another process before belongs to this one now, because handles
-        are reused and the driver has just confirmed it. Two containers thus never switch the same
-        channels.
+        A channel that was found in another process before belongs to this process now, because
+        handles are reused and the driver has just confirmed it. Two containers thus never switch
+        the same channels.
         """
         if self._tenants.get(pid) != tenant or not found:
             return  # the process has ended in the meantime

@@ -18,8 +18,8 @@ WINDOW = 10
 """Number of periods in a second, within which the cap of a container of class latency holds."""
 SLACK = 4 * MS
 """Time by which a container of class latency may exceed its cap in an arbitrary second, because
-driver calls may be late. In a second that begins with a period it may not, which keeps its average
-exact."""
+driver calls may be late. In a second that begins with a period it may not exceed its cap, which
+keeps its average exact."""
 DEFAULT_SLICE = 2 * MS
 """Slice of all containers while none has work all the time; it is the driver's default."""
 BURST = 0.5
@@ -138,8 +138,8 @@ class Tenant:
         self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
         self.second = Second()
-        self.room = 0.0  # time left below its cap and SLACK within the last second
-        self.is_over = False  # it had none left, and is off until it is below its cap again
+        self.room = 0.0  # its cap plus SLACK, less what it used within the last second
+        self.is_over = False  # `room` was used up; it is off until it is below its cap again
         self.used_at = now  # when it last used the GPU
         self.on_at = now  # when it was last switched on
         self.could_use = 0.0  # time that it was on and no other container used
@@ -228,7 +228,7 @@ class Tenant:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether it has to take turns with similar containers while one of first rank runs."""
+        """Whether it has to take turns with similar containers while the first rank runs."""
         return self.is_continuous and not self.rests and (self.burst > BURST or self.share.latency)
 
     @property

@@ -29,8 +29,8 @@ SILENCE_S = 1.0
 
 AGAIN_S = 0.5
 N_TRIES = 10
-"""The number is bounded, because the service manager starts the next governor, which also switches
-everything on, only when this process has ended."""
+"""Maximum number of attempts without a governor. It is bounded because the service manager starts
+the next governor, which also switches everything on, only when this process has ended."""
 RESTART_S = 10.0
 """Shortest interval, in seconds, between two watchdogs of one governor."""
 CLOSE_S = 5.0
@@ -71,7 +71,7 @@ class Watchdog:
         self._fd = fd
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Announce what is about to be switched off; raise OSError if the watchdog does not listen.
+        """Announce what is about to be switched off; raise OSError if the watchdog does not read.
 
         A watchdog that has ended, for instance because of the OOM killer, is replaced.
         """

@@ -123,9 +123,9 @@ function line(values, y) {
 }
 
 /**
- * Return a chart of stacked containers over time. `own` is the name of the column that is drawn, `less` that of what is
- * subtracted from it, `part` that of the part of it that is hatched, and `promised` that of the column whose sum is the
- * dashed line. `most` is the upper end of the chart.
+ * Return a chart of stacked containers over time, from columns given by name: `own` is drawn, `less` is subtracted from
+ * it, `part` is the part of it that is hatched, and the sum of `promised` is the dashed line. `most` is the upper end
+ * of the chart.
  */
 function chart(ones, {own, less, part, promised}, most, span) {
   const svg = draw("svg", {class: "chart", viewBox: `0 0 ${about.steps} 100`, preserveAspectRatio: "none"});

@@ -29,7 +29,7 @@ function* notesOf({one, had}) {
   if (had.refused) yield `${count(had.refused, "allocation")} refused: the quota is ${bytes(had.memory_limit)}`;
   for (const violation of state.violations) {
     if (violation.id !== one.id || violation.gpu !== one.gpu) continue;
-    // An id may be reused.
+    // An id may be reused by a later container.
     if (violation.ended !== null && violation.began < timeOf(one.first) - about.step_s) continue;
     const when = violation.ended === null ? `since ${clock(violation.began)}` : `${clock(violation.began)}, over`;
     yield `violation: ${violation.kind}, ${when}`;
@@ -94,7 +94,7 @@ function renderMemory({one, had}, span, live) {
 function renderRow(row, span, now, most) {
   const {one} = row;
   // `live` is the container's present state, which is not shown for past moments. An ended container has none: its key
-  // may be that of a successor.
+  // may belong to a successor now.
   const live = one.ended || span.moment ? undefined : now.get(one.key);
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [
@@ -145,7 +145,7 @@ function renderGpu(gpu, span, now) {
   const when = span.moment
     ? `in the ${about.step_s} s before ${clock(timeOf(span.last))}`
     : `in the last ${lasted((span.last - span.first + 1) * about.step_s)}`;
-  // What is left is known only for the present; grants that no container uses yet are not part of it.
+  // Only the present values include grants that no container uses yet; the history does not have these.
   const guaranteed = span.moment ? sum(here.map((row) => row.had.guarantee)) : 100 - gpu.compute_left;
   const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory_granted;
   const parked = sum(here.map((row) => row.had.parked));
@@ -282,7 +282,7 @@ byId("gpus").addEventListener("click", (event) => {
   if (svg === null || about === null) return;
   const box = svg.getBoundingClientRect();
   const step = Math.min(about.steps - 1, Math.floor(about.steps * (event.clientX - box.left) / box.width));
-  byId("moment").value = step - about.steps;  // -1 is the last step; 0 stands for the average
+  byId("moment").value = step - about.steps;  // -1 is the last step; 0 selects the average
   render();
 });
 makeHatches(byId("hatches"));

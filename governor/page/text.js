@@ -38,10 +38,10 @@ const two = (number) => String(number).padStart(2, "0");
 const sum = (values) => values.reduce((all, one) => all + one, 0);
 const clamp = (value, most = 100) => Math.min(most, Math.max(0, value));
 
-/** Return the two parts of the used time, which are in the same unit. */
+/** Return the two parts of the used time as text; both are in percent of the GPU's time. */
 const ownAndLent = (used, lent, whose) => `(${percent(used - lent)} of ${whose} own, ${percent(lent)} lent)`;
 
-/** Return a bound of the waits as text; the governor's last bound is a second. */
+/** Return an upper bound of the waits as text; a negative one means more than the governor's last bound, a second. */
 const bound = (ms) => ms < 0 ? "longer than 1\u00a0s" : `at most ${ms}\u00a0ms`;
 
 function clock(seconds) {

@@ -1,4 +1,4 @@
-"""Set up CRI-O: a handler in a drop-in of crio.conf.d, like the default one, and its runtime."""
+"""Set up CRI-O: add a handler in crio.conf.d, derived from the default one, and its runtime."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMENT = WRITTEN.format("crio")
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan CRI-O's files.
 
-    Raise SetupError if CRI-O has a different handler `tidegate`, or does not start with its files.
+    Raise SetupError if CRI-O has a different handler `tidegate`, or would not start with its files.
     """
     path = options.config or f"{DROP_INS}/{NAME}"
     program = options.program("tidegate-runtime")
@@ -87,7 +87,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
 
 
 def _files(root: Root) -> list[str]:
-    """Return CRI-O's files in its order, with every file in the directory of drop-ins."""
+    """Return CRI-O's files, including all drop-ins, in the order in which it reads them."""
 
     def is_directory(path: str) -> bool:
         real = root.find(path)

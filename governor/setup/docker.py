@@ -25,7 +25,7 @@ UNDONE = (
     "systemctl restart docker    # a reload does not remove a runtime; containers "
     "are stopped unless live-restore is on"
 )
-# Other places for dockerd's options: units (systemd.unit(5)), and files of its packages.
+# Other files that may contain dockerd's options: units (systemd.unit(5)), and those of packages.
 UNITS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
@@ -107,7 +107,7 @@ def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
 def _look_at_flags(root: Root, config: str) -> None:
     """Refuse if dockerd's command line has --default-runtime: dockerd does not start with both.
 
-    Runtimes may be in both places, and dockerd then has all of them (as 26.1 and 28.5 report with
+    Runtimes may be set by both; dockerd then has all of them (as 26.1 and 28.5 report with
     --validate).
     """
     flag = "--default-runtime"

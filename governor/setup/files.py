@@ -112,7 +112,7 @@ class Root:
             return os.stat(self._host(path)).st_ctime  # noqa: PTH116
 
     def names(self, directory: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory; no names if it is not one."""
+        """Return the sorted names in a directory; none if there is no such directory."""
         return Tree(self.root).names(directory)
 
     def matching(self, pattern: str) -> list[str]:

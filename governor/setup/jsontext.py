@@ -41,7 +41,7 @@ class Span:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the object.
+    """Return the JSON object in a text.
 
     Raise ValueError if it is invalid, even if only a Go parser would reject it, or if a key occurs
     twice in one object. Empty text is an empty object, as for dockerd.

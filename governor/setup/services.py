@@ -44,7 +44,7 @@ class PodmanService:
 
 
 def running(root: str) -> list[PodmanService]:
-    """Return the API services of root's Podman with the root directory `root`, by pid.
+    """Return the API services of the root user's Podman with the root directory `root`, by pid.
 
     A service of another user cannot reach the governor, with or without hooks.
     """
@@ -65,10 +65,10 @@ def running(root: str) -> list[PodmanService]:
 
 
 def unaware(root: str, directory: str) -> list[str]:
-    """Return the containers with our annotations that Podman would restart without these hooks.
+    """Return the names of containers with our annotations that Podman restarts without these hooks.
 
-    They are returned by name. Only containers with a restart policy would be restarted; the policy
-    is only in Podman's database.
+    Only containers with a restart policy would be restarted; the policy is only in Podman's
+    database.
     """
     found = []
     for _, words in processes(root, "conmon"):

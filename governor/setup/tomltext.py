@@ -1,6 +1,6 @@
 """Add and remove tables and array elements in the text of a TOML file, keeping its comments.
 
-`tomllib` parses the text, but the text is not generated anew. A small scanner finds where
+`tomllib` parses the text, but the text is edited, not regenerated. A small scanner finds where
 statements begin and end. The result of each edit is parsed and compared with the intended value, so
 the text is changed as intended or not at all.
 """

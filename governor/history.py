@@ -118,7 +118,7 @@ class Cut:
 
 
 class History:
-    """The history of one governor since `start_ns`; steps are numbered from there, from 0."""
+    """The history of one governor since `start_ns`; steps are numbered from 0 on."""
 
     def __init__(self, start_ns: int) -> None:
         self._start_ns = start_ns

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 IDLE_NS = 500_000_000
 """A container that has not worked for this long is idle, in nanoseconds."""
 STAY_NS = 1_000_000_000
-"""Shortest time for which an idle container stays resident, in nanoseconds. It also stays at least as
-long as its last move took: a container that wakes up often does not spend most of its time
+"""Shortest time for which an idle container stays resident, in nanoseconds. It also stays at least
+as long as its last move took: a container that wakes up often does not spend most of its time
 moving."""
 TURN_NS = 10_000_000_000
 """Shortest time for which a working container stays resident, in nanoseconds."""

@@ -154,7 +154,7 @@ def _reverted(entry: ChangedFile, now: bytes | None) -> tuple[bytes | None, bool
 
 
 def _take_out(root: Root, entry: ChangedFile, data: bytes, undo: SetupUndo) -> bytes | None:
-    """Remove Tidegate's parts from an edited file; a file that is all Tidegate's is renamed."""
+    """Remove Tidegate's parts from an edited file; a file that setup created is renamed."""
     shown = root.shown(entry.path)
     if any("whole" in part for part in entry.parts):
         aside = f"{entry.path}.edited"

@@ -8,8 +8,9 @@ without Tidegate, by the driver's calls alone, with the GPU to itself.
 
 The run fails if the contents differ at the end, if the container runs a turn while it is suspended,
 or if the GPU's used memory does not fall by at least the memory that the container holds, and by
-what NVML attributes to its process. It reports how long the calls take, and what the neighbour does
-meanwhile. The results are written to suspension.json.
+what NVML attributes to its process. It reports how long the calls take, and how fast the neighbour
+works during the calls and while the container is suspended. The results are written to
+suspension.json.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from vdriver.nvml import Nvml
 
 MIB = 1 << 20
 CONTEXT = 1 << 30
-"""Part of the quota for what is not the held memory: contexts and modules, in bytes."""
+"""Part of the quota, in bytes, for contexts and modules; the rest is for the held memory."""
 LIBCUDA = "libcuda.so.1"
 APART_S = 1.0
 CALL_S = 300.0
@@ -57,20 +58,20 @@ NEIGHBOUR = ArmContainer(30, limit=100)
 
 
 def read_turns(container: Running) -> list[tuple[float, float, float]]:
-    """Return the end of each turn in seconds, and its durations by host and events in ms."""
+    """Return each turn's end in seconds, and its durations by the host and by events, in ms."""
     lines = (container.out / "turns").read_text().splitlines()
     return [(float(a), float(b), float(c)) for a, b, c in (line.split() for line in lines)]
 
 
 def timed(node: BenchNode, op: str, container: Running) -> dict[str, Any]:
-    """Suspend or resume a container; return the answer with the times on this machine's clock."""
+    """Suspend or resume a container; return the answer, with the call's begin and end in ns."""
     began = now()
     answer = ask(node.config, op, CALL_S, id=container.identifier)
     return {"began": began, "ended": now(), **answer}
 
 
 def measure_native(machine: Machine, python: str, held: int, rounds: int) -> list[dict[str, float]]:
-    """Return how many seconds the driver's calls take for a process outside any container."""
+    """Return, for each round, the seconds that the driver's calls take outside any container."""
     out = machine.work / "native"
     out.mkdir()
     environment = {**os.environ, **machine.environment}
@@ -107,7 +108,7 @@ def measure_native(machine: Machine, python: str, held: int, rounds: int) -> lis
 
 
 def look_at(node: BenchNode, nvml: Nvml, holder: Running) -> dict[str, int]:
-    """Return the used memory of the GPU and the container, as NVML and the governor report it."""
+    """Return the used memory of GPU and container, in bytes, as NVML and the governor report it."""
     uuid = nvml.gpus()[0].uuid
     listed = {one.pid: one.used for one in nvml.processes(uuid)}
     reported = node.list_containers()[holder.identifier]
@@ -119,7 +120,7 @@ def look_at(node: BenchNode, nvml: Nvml, holder: Running) -> dict[str, int]:
 
 
 def measure(node: BenchNode, held: int, rounds: int) -> dict[str, Any]:
-    """Suspend and resume `rounds` times; return what was seen."""
+    """Suspend and resume the container `rounds` times; return the measurements."""
     arguments = [
         node.machine.python,  # type: ignore[attr-defined]
         f"{INSIDE}/holder.py",

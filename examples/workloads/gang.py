@@ -36,7 +36,7 @@ DEPTH = 4
 
 QUIET_S, STILL_S, SET_UP_S = 20.0, 60.0, 90.0
 """Seconds without progress after which the processes print their stacks, after which the job fails,
-and after which it fails while it sets up."""
+and after which it fails during set-up."""
 
 NCCL = {
     # Not every machine has multicast over NVLink, and it may harm other users of the switches.

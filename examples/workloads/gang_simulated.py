@@ -1,8 +1,8 @@
 """Backend of gang.py for simulated GPUs, on the driver API.
 
 An all-reduce is the kernel `meet`, which spins until its counterpart on the other GPU runs. The
-simulated driver acts on the start of a kernel only within a call of the kernel's process, so a
-thread makes such calls continuously.
+simulated driver acts on the start of a kernel only during a call by the process that launched it,
+so a thread makes such calls continuously.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Stamper:
             self.written += len(records) // RECORD.size
 
     def record_to(self, path: str | None) -> None:
-        """Close the current file, and write later stamps to `path`; without one, drop them."""
+        """Close the current file, and write later stamps to `path`; drop them if it is None."""
         self.drain()
         if self._file >= 0:
             os.close(self._file)

@@ -130,14 +130,14 @@ def vulkan() -> dict[str, Any]:
 
 
 def mapped() -> list[str]:
-    """Return the driver's libraries that this process has loaded, by the paths it sees."""
+    """Return the paths of the driver's libraries that this process has loaded."""
     with Path("/proc/self/maps").open(encoding="utf-8") as maps:
         paths = {line.split()[-1] for line in maps if "/" in line}
     return sorted(p for p in paths if "nvidia" in p.lower() or "libcuda" in p)
 
 
 def require(condition: Any, step: str) -> None:
-    """Raise an error that names the step if it failed."""
+    """Raise RuntimeError with the name of the step if `condition` is false."""
     if not condition:
         raise RuntimeError(f"failed: {step}")
 

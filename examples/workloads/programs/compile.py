@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tests torch.compile with a small model, forward and backward: Triton has to find libcuda itself.
 
-Triton asks `/sbin/ldconfig -p`, and builds a launcher with gcc that it links with that library.
+Triton finds libcuda with `/sbin/ldconfig -p`, and uses gcc to build a launcher linked with it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def body(program: ProgramCheck) -> None:
         raise NotHereError("this process may not read the GPU's counters")
     program.check("ncu ends with 0", done.returncode == 0, done.stdout)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    # The first row is the units.
+    # The first row contains the units.
     rows = list(csv.DictReader(lines))[1:]
     program.check("the kernel is in the report", len(rows) == 1, done.stdout)
     for metric in METRICS:

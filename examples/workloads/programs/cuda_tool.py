@@ -41,7 +41,7 @@ def compile_steps(program: ProgramCheck, *options: str) -> Path:
 
 
 def run_tool(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command; its standard output and its errors are in `stdout` of the result."""
+    """Run a command; `stdout` of the result has its standard output and standard error."""
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -54,7 +54,7 @@ def run_tool(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def answer_of(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the JSON line that steps printed, which may be among the lines of a tool."""
+    """Return the JSON object that steps printed among a tool's lines; empty if there is none."""
     for line in lines:
         if line.startswith('{"sum": '):
             return dict(json.loads(line))

@@ -47,7 +47,7 @@ SHOW = (
 
 
 def names_of_the_library(program: ProgramCheck, first: Cuda, home: str) -> None:
-    """Open the library by each of its names and in every mode; it must be the one of `first`."""
+    """Check that each name of the library, in every mode, opens the same library as `first`."""
     wanted = address_of(first.library, "cuInit")
     modes = {
         "local": os.RTLD_LOCAL | os.RTLD_NOW,

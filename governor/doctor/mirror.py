@@ -1,4 +1,4 @@
-"""Check the mirror of the driver: is it usable and intact, and is there room for a new one?"""
+"""Check whether the driver's mirror is usable and intact, and a new one has room."""
 
 from __future__ import annotations
 

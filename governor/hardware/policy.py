@@ -79,6 +79,9 @@ UNFOUND = 10
 """Number of periods for which a container may work without incurring a debt until its channels are
 found. A governor that starts has to find the containers of its predecessor; without this, a
 container with a cap of 5 % would be off for 2 s for each such period."""
+UNSEARCHED = 50
+"""The same until the first search for them has ended. The channels of many containers that start
+together are found one after the other (32 containers on an H200: within 5 s)."""
 DEBT = 3 * PERIOD
 """Largest excess over a cap that is deducted from later periods. What a container used after a
 pause is known only 0.3 s later (activity.py)."""
@@ -204,16 +207,19 @@ class Policy:
 
         `used` is the GPU time of each container since the last step, less earlier overcharges.
         `groups` is the number of a container's channel groups that have work, each with its own
-        turns; a missing number counts as 1. A container's slice is divided among its groups. If
-        `groups` is given, a container that is not in it has not been found yet and cannot be
-        switched off. `early` is the number of a container's turns that have ended for lack of work
-        since the last step. `windows` are those of containers with several GPUs.
+        turns. A container's slice is divided among its groups. The number is 0 if a search has
+        found none, and missing if no search has ended yet; such a container cannot be switched off.
+        Without `groups`, each container has one. `early` is the number of a container's turns that
+        have ended for lack of work since the last step. `windows` are those of containers with
+        several GPUs.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
         self._early_turns = early or {}
         for number, tenant in self._tenants.items():
-            tenant.groups = max(1, (groups or {}).get(number, 1))
-            tenant.is_found = tenant.is_found or groups is None or number in groups
+            n = 1 if groups is None else groups.get(number, 0)
+            tenant.groups = max(1, n)
+            tenant.is_found = tenant.is_found or n > 0
+            tenant.is_searched = groups is None or number in groups
         self._account(now, used)
         self._rank()
         settings = self._with_windows(now, self._settings(now))
@@ -330,7 +336,8 @@ class Policy:
             credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
             tenant.carried = min(max(over, -credit), DEBT) if is_debt else 0.0
             tenant.n_unfound += n if tenant.spent and not tenant.is_found else 0
-            is_known = tenant.is_found or tenant.n_unfound >= UNFOUND
+            most = UNFOUND if tenant.is_searched else UNSEARCHED
+            is_known = tenant.is_found or tenant.n_unfound >= most
             tenant.fresh = tenant.fresh and not (tenant.spent and is_known)
             if tenant.spent > SOON or tenant.n_early:
                 tenant.is_continuous = tenant.spent > ENDING * (tenant.n_early + 1)

@@ -299,11 +299,8 @@ class HardwareRunner(Runner):
 
     def _found(self, found: Found) -> None:
         with self._lock:
-            if found.held:
-                self._run_on_thread(
-                    lambda steering: steering.take(found.tenant, found.pid, found.held)
-                )
-            elif found.thorough:
+            self._run_on_thread(lambda steering: steering.take(found.tenant, found.pid, found.held))
+            if found.thorough and not found.held:
                 # An ordinary search misses a client that is older than thousands of others, so only
                 # a thorough search shows that the process has none.
                 self._run_on_thread(lambda steering: steering.miss(found.pid))

@@ -125,6 +125,7 @@ class Steering(Generic[H]):
         self._settings: dict[int, Setting] = {}
         self._worked: dict[int, int] = {}  # when each process was last on the GPU
         self._groups: dict[int, int] = {}  # groups that share their container's slice, by container
+        self._searched: set[int] = set()  # containers for which a search has ended
         self._hidden: dict[int, int] = {}  # GPU time of processes that were not found
         self.strangers: set[int] = set()
         """Processes that used the GPU in the last step through channels that are not known."""
@@ -163,6 +164,7 @@ class Steering(Generic[H]):
         self._spans.pop(tenant, None)
         self.used_ns.pop(tenant, None)  # another container may get the number
         self._overcharged.pop(tenant, None)
+        self._searched.discard(tenant)
         self._policy.remove(tenant)
 
     def enter(self, tenant: int, pid: int) -> None:
@@ -170,14 +172,17 @@ class Steering(Generic[H]):
         self._tenants[pid] = tenant
 
     def take(self, tenant: int, pid: int, found: Sequence[H]) -> None:
-        """Steer the channels that were found for a process; they replace those known before.
+        """Steer the channels that a search found for a process; they replace those known before.
 
         A channel that was found in another process before belongs to this process now, because
         handles are reused and the driver has just confirmed it. Two containers thus never switch
         the same channels.
         """
-        if self._tenants.get(pid) != tenant or not found:
+        if self._tenants.get(pid) != tenant:
             return  # the process has ended in the meantime
+        self._searched.add(tenant)
+        if not found:
+            return
         known = [one for one in self._held[tenant] if one.pid == pid]
         if list(found) == known and pid not in self.returned:
             return  # each driver call takes locks of the whole host
@@ -261,14 +266,15 @@ class Steering(Generic[H]):
                 self._overcharged[tenant] = -left
 
     def _count_groups(self, now: int, times: Mapping[int, int]) -> dict[int, int]:
-        """Return the number of working channel groups of each container that was found."""
+        """Return the number of working channel groups of each container that was searched."""
         self._worked |= {pid: now for pid, ns in times.items() if ns}
         self._worked = {pid: at for pid, at in self._worked.items() if now - at < ACTIVE}
-        return {
+        found = {
             tenant: max(1, sum(one.n_groups for one in held if one.pid in self._worked))
             for tenant, held in self._held.items()
             if held
         }
+        return dict.fromkeys(self._searched, 0) | found
 
     def _find_strangers(self, times: Mapping[int, int]) -> None:
         """Record processes that use the GPU through channels that are unknown, or that are off."""
@@ -346,6 +352,6 @@ class Steering(Generic[H]):
                 self._spans[tenant] = self._on_since.pop(tenant), self._clock()
 
     def _set_slice(self, tenant: int, setting: Setting) -> None:
-        n_groups = self._groups.get(tenant, 1)
+        n_groups = max(1, self._groups.get(tenant, 1))
         for one in self._held.get(tenant, []):
             self._hardware.set_slice(one, setting.slice_ns // n_groups)

@@ -156,8 +156,8 @@ class Tenant:
         self.on, self.slice = True, DEFAULT_SLICE
         # A container is found in the middle of a period, and can be steered only from then on. So
         # an excess over its cap in that period is not a debt. What it used before it was found is
-        # not a debt either, for at most `policy.UNFOUND` periods.
-        self.is_found = False
+        # not a debt either, for at most `policy.UNFOUND` or, before a search, `UNSEARCHED` periods.
+        self.is_found = self.is_searched = False
         self.n_unfound = 0  # periods in which it worked and could not be switched off
         self.fresh = True
 

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from governor.hardware.policy import AWAKE, LONG, SHORT, TURN_COST, UNFOUND, Policy
+from governor.hardware.policy import (
+    AWAKE,
+    LONG,
+    SHORT,
+    TURN_COST,
+    UNFOUND,
+    UNSEARCHED,
+    Policy,
+)
 from governor.hardware.tenant import DEFAULT_SLICE, PERIOD, Second, Setting, Share
 from tests.conftest import examples
 from tests.unit.virtual_gpu import MS, VirtualContext, VirtualGpu
@@ -837,8 +845,26 @@ def test_an_overcharge_is_no_debt_and_its_correction_no_credit():
 def test_a_container_that_is_never_found_incurs_a_debt_in_the_end():
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
-    on = [policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on for i in range(1, UNFOUND + 3)]
+    on = [policy.step(PERIOD * i, {1: PERIOD}, {1: 0})[0][1].on for i in range(1, UNFOUND + 3)]
     assert on == [True] * UNFOUND + [False] * 2
+
+
+def test_a_container_that_is_not_searched_yet_incurs_no_debt_for_longer():
+    policy = Policy(0)
+    policy.add(1, Share(0.05, 0.05), 0)
+
+    on = [policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on for i in range(1, UNSEARCHED + 3)]
+    assert on == [True] * UNSEARCHED + [False] * 2
+
+
+def test_a_container_whose_search_found_nothing_incurs_a_debt_from_then_on():
+    policy = Policy(0)
+    policy.add(1, Share(0.05, 0.05), 0)
+    for i in range(1, UNFOUND * 2):
+        assert policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on
+    last = UNFOUND * 2
+    assert policy.step(PERIOD * last, {1: PERIOD}, {1: 0})[0][1].on
+    assert not policy.step(PERIOD * (last + 1), {1: PERIOD}, {1: 0})[0][1].on
 
 
 def test_a_clock_that_goes_back_takes_nothing_back():

@@ -511,6 +511,31 @@ def test_a_process_that_a_search_did_not_find_is_hidden(node):
     assert node.steering.hidden_ns == 0
 
 
+def test_use_before_the_first_search_ended_is_no_debt(node):
+    """Many containers start together, so the search for this one takes its turn after 3 s."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.steering.enter(1, 1001)
+    for _ in range(30):
+        node.step(100, c1=100)
+    node.attach(1)
+    node.step(100)
+    node.step(100)
+    assert node.state(1)[0]
+
+
+def test_a_search_that_finds_nothing_begins_the_debt(node):
+    """A container that cannot be found does not work without a debt for as long as one that waits for its search."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.steering.enter(1, 1001)
+    node.steering.take(1, 1001, [])
+    for _ in range(30):
+        node.step(100, c1=100)
+    node.attach(1)
+    node.step(100)
+    node.step(100)
+    assert not node.state(1)[0]
+
+
 def test_a_process_that_is_released_while_it_is_off_is_switched_on(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)

@@ -84,9 +84,9 @@ def _attributes(status: os.stat_result) -> Attributes:
 def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
     """Describe the file or link at a path so that it can be restored; `data` is a file's content.
 
-    The result is empty for anything else and for a file that is too large: at the container's end,
-    the cache that replaces it only loses the entries that lead to the driver. The file is not read
-    again, because its name may belong to another file by now.
+    The result is empty for anything else and for a file that is too large: then the cache that
+    replaces it stays at the container's end, and only loses the entries that lead to the driver.
+    The file is not read again, because its name may belong to another file by now.
     """
     parent, _, name = path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -155,7 +155,7 @@ def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
 
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[HookTrace]) -> None:
-    """Write the note of what was created, even if that is nothing. Raise OSError on failure.
+    """Write a note that lists what was created, even if nothing was. Raise OSError on failure.
 
     `root` has no link in it, and a link that appears later is not followed: otherwise a user with
     write access to a directory above it could redirect the clean-up.
@@ -239,9 +239,9 @@ def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
 
 
 def _parse_note(data: bytes) -> NoteHeader | None:
-    """Parse the first line of a note; None if it is not one."""
+    """Parse the first line of a note; None if it is malformed."""
     if not data:
-        return None  # the usual case; parsing an empty string takes as long as everything else
+        return None  # the usual case; parsing an empty string takes as long as all other work here
     try:
         note = NoteHeader(*load_json(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -266,7 +266,7 @@ def _notes(runtime_dir: str) -> dict[str, NoteHeader | None]:
 
 
 def take_back(runtime_dir: str, ident: str) -> None:
-    """Remove what a container left, as far as possible, and its note.
+    """Remove what the hook created for a container, as far as possible, and its note.
 
     Removing a directory removes the mounts on it in every container. So nothing is removed while
     another container on the same root runs; when the last one ends, everything is removed.
@@ -286,7 +286,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
 
 
 def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
-    """Remove what all containers on one root left, if none of them is running."""
+    """Remove what the hook created for the containers on one root, if none of them is running."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
@@ -345,7 +345,7 @@ def sweep(runtime_dir: str) -> None:
 def sweep_apart(runtime_dir: str) -> None:
     """Sweep in another process, because a root may be on a file system that does not answer.
 
-    Only one process sweeps at a time: another one would be stuck at the same root.
+    Only one process sweeps at a time: a second one would get stuck at the same root.
     """
 
     def work() -> None:
@@ -409,8 +409,8 @@ def _restore_cache(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 def _without_entries(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
     """Return a cache that the container wrote, without the entries for the hook's directories.
 
-    Return None if it stays unchanged: it is malformed, no entry leads there, or more than LOOKS
-    directories would have to be resolved.
+    Return None if the cache is to stay unchanged: because it is malformed, no entry leads there, or
+    more than LOOKS directories would have to be resolved.
     """
     cache = ldcache.parse(data)
     if cache is None:

@@ -182,7 +182,7 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
 def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...]:
     """Return the device nodes that a container with these GPUs needs, with the host's numbers.
 
-    Without minor numbers there are none: simulated GPUs have no device nodes.
+    The result is empty without minor numbers: simulated GPUs have no device nodes.
     """
     if not minors:
         return ()

@@ -53,7 +53,10 @@ def run(arguments: "list[str]") -> int:
 
 
 def is_done(options: HookOptions, raw: "bytes | None") -> bool:
-    """Return whether nothing is left to do, according to `raw`, the text from standard input."""
+    """Return whether nothing is left to do, according to `raw`, the text from standard input.
+
+    If so, and the stage is `precreate`, this writes config.json unchanged to standard output.
+    """
     if options.stage != "precreate":
         return not options.governed and not options.claim and asks_nothing(raw)
     if raw is None or may_mention_us(raw):

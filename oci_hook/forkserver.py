@@ -1,9 +1,9 @@
 """The fork server: an interpreter with the hook's modules loaded, which forks for each start.
 
-Starting an interpreter and importing the hook takes 25 ms, several times for each container. The C
-programs in `oci_hook/front` connect to this server instead. One of its children does the work of
-the Python script, with the caller's standard input, working directory and command line, and with
-its outputs redirected to files. Without the server everything works, only slower.
+Starting an interpreter and importing the hook takes 25 ms, and would happen several times for each
+container. The C programs in `oci_hook/front` connect to this server instead. One of its children
+does the work of the Python script, with the caller's standard input, working directory and command
+line, and with its outputs redirected to files. Without the server everything works, only slower.
 
 A caller is served if the script would behave in the server as it would in the caller: the caller is
 root, and has the same version and installation, the same mount, PID and user namespaces and the
@@ -270,7 +270,7 @@ class ForkingServer:
         return bool(self.spare)
 
     def _has_room(self, waiting: select.poll) -> bool:
-        """If all children are busy, wait for one to end, usually 20 ms; return whether one did."""
+        """If all children are busy, wait until one ends (usually 20 ms); return whether one did."""
         if len(self.children) < MAX_CHILDREN:
             return False
         waiting.poll(PAUSE_S * 1000)

@@ -1,7 +1,7 @@
 """The part of ctypes that `oci_hook.kernel` uses; importing ctypes itself takes 2 ms.
 
-Most of that time defines other types. Everything comes from ctypes' own C module, under the same
-names. The sizes are those of 64-bit Linux.
+Most of that time is spent on the definitions of other types. Everything comes from ctypes' own C
+module, under the same names. The sizes are those of 64-bit Linux.
 """
 
 # mypy: disable-error-code="type-arg,arg-type"

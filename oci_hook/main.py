@@ -97,7 +97,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
 
 
 def release(options: HookOptions, state: OciState) -> str:
-    """Remove what a container left, and report its end: the governor then notices it sooner."""
+    """Remove what the hook created, and report the end, so that the governor notices it sooner."""
     from oci_hook import cleanup
 
     cleanup.take_back(options.runtime_dir, state.id)

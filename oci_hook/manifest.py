@@ -420,7 +420,7 @@ def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
 
     `module` is that module's version. If it is the mirror's version, changed files do not matter:
     an upgraded package leaves the module unchanged until a reboot, and the mirror keeps the
-    libraries that match it, with the control libraries of that time. If no module reports a
+    libraries that match it, and the control libraries mirrored with them. If no module reports a
     version, the files from which the mirror was made must be unchanged.
     """
     if module is not None and manifest.kind == "nvidia":

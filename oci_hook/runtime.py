@@ -238,7 +238,7 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSe
 
 
 def _tell_engine(call: EngineCall, line: str) -> None:
-    """Write an error line to the runtime's log, from which containerd's shim and others read it."""
+    """Write an error line to the runtime's log, which containerd's shim and other programs read."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
         return
     import time
@@ -429,8 +429,8 @@ def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
         kernel.die_with_parent()  # an engine that gives up kills only the process that it started
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    # Whatever the status: if the container does not exist its files are removed, and a running one
-    # keeps them.
+    # This is done whatever the status is: if the container does not exist, its files are removed,
+    # and a running container keeps them.
     take_back(call, node)
     return status if status >= 0 else 128 - status
 

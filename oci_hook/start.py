@@ -204,8 +204,8 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
     except BaseException:
         shield()
         left = undo.run(found.container)
-        # If not `noted`, a note with this id belongs to a running container of another engine.
-        # If there is something `left`, the note stays, and is used at the container's end.
+        # If `noted` is false, a note with this id belongs to a running container of another engine.
+        # If something is `left`, the note stays for the clean-up at the container's end.
         if noted and not left:
             cleanup.forget(options.runtime_dir, state.id)
         if left:

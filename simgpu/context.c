@@ -169,7 +169,8 @@ static uint64_t context_patience(const struct context *context)
 
 /*
  * Sleep until `need` kernels may have completed. Called with the device's lock, which is released
- * first. Returns an error if the context did not survive.
+ * first. Returns an error if the context did not survive, or if a virtual clock would never reach
+ * that point.
  */
 static CUresult context_sleep(struct context *context, uint64_t need)
 {

@@ -38,7 +38,7 @@ ENTRY(cuDeviceSetMemPool, CUdevice ordinal, CUmemoryPool pool)
     return driver_leave(r);
 }
 
-/* A location can only name pools of devices, with pinned memory. */
+/* Only pools of a device, with pinned memory, can be named by location. */
 static CUresult located(const CUmemLocation *location, CUmemAllocationType type)
 {
     if (!location)

@@ -33,7 +33,7 @@ ENTRY(cuStreamDestroy_v2, CUstream handle)
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* May the calling thread query this stream or wait for it? */
+/* Check whether the calling thread may query this stream or wait for it. */
 static CUresult may_ask(struct stream *stream)
 {
     if (stream->capture) {
@@ -103,7 +103,7 @@ ENTRY(cuStreamQuery_ptsz, CUstream stream)
     return query(PER_THREAD(stream));
 }
 
-/* Does the context in which the event was recorded still exist? */
+/* Whether the context in which the event was recorded still exists. */
 static bool event_alive(const struct event *event)
 {
     return event->context && context_valid(event->context) &&

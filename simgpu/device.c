@@ -83,8 +83,8 @@ static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp
 }
 
 /*
- * Ask the kernel for the byte's owner: its pid, 0 if it is not visible from here, -1 if there is
- * none.
+ * Ask the kernel for the byte's owner: its pid in this pid namespace, 0 if it is not visible here,
+ * -1 if there is none.
  */
 static int byte_owner(int fd, uint32_t slot)
 {

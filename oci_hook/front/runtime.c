@@ -261,7 +261,7 @@ int main(int argc, char *argv[])
     int server, status;
     bool deletes;
 
-    if (argc < 1) // kernels before 5.18 accept an empty list
+    if (argc < 1) /* kernels before 5.18 allow an empty argument list */
         goto script;
     if (argc > 2 && strcmp(argv[1], "--tidegate-config") == 0) {
         config = argv[2];

@@ -1,8 +1,9 @@
 """Test tiers, the distribution of tests over pytest-xdist workers, and checks for what a test needs.
 
-A directory of tests/ is a tier: unit, container, gpu, cluster; tests/kubernetes runs with unit. tests/fuzz is slow, unless it is
-named on the command line. In tests/packages and tests/examples each test says whether it is slow or needs containers. A test
-that needs something that this machine lacks is skipped with a reason; with CI=true it fails instead.
+A directory of tests/ is a tier: unit, container, gpu, cluster; tests/kubernetes runs with unit.
+tests/fuzz is slow, unless it is named on the command line. In tests/packages and tests/examples
+each test declares whether it is slow or needs containers. A test that needs something that this
+machine lacks is skipped with a reason; with CI=true it fails instead.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif tier in TIERS:
             item.add_marker(TIERS[tier])
         elif tier == "packages":
-            # The slow tests there install packages in roots of their own; the others only read files.
+            # The slow tests there install packages in separate roots; the others only read files.
             item.add_marker("container" if item.get_closest_marker("slow") else "unit")
         elif tier == "examples":
             # Tests that run an example are marked as needing containers; the others only read files.
@@ -119,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Check for what a whole tier needs."""
+    """Skip or fail a test if this machine lacks something that its tier needs."""
     if item.get_closest_marker("container") and os.geteuid() != 0:
         lack("needs root")
     if item.get_closest_marker("gpu") and not driver_answers():
@@ -145,11 +146,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the 
 
 
 MEASURING = "tests/container"
-"""Scope of the tests that measure time or look at all containers of the machine: no two of them run at the same time."""
+"""Scope of the tests that measure time or examine all containers of the machine: no two of them
+run at the same time.
+"""
 
 FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime", "test_setup_")
-"""Prefixes of the modules of tests/container that any worker may run. Each of them has a governor, a directory and containers of
-its own, checks only those, and does not measure GPU time.
+"""Prefixes of the modules of tests/container that any worker may run. Each of these modules has its
+own governor, directory and containers, checks only those, and does not measure GPU time.
 """
 
 
@@ -214,7 +217,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
         def _reschedule(self, node: WorkerController) -> None:
             if node not in self.registered_collections:
-                return  # it replaces a worker that crashed, and still collects
+                return  # the worker replaces one that crashed, and is still collecting tests
             if self.workqueue and not self._left_for(node):
                 node.shutdown()  # after the tests that it already has
             else:

@@ -1,7 +1,7 @@
 """The programs of a Kubernetes cluster, in the directory that TIDEGATE_CLUSTER_BIN names.
 
-Debian has no packages for all of them, and the tests neither build nor download any: docs/testing.md says where to
-get each one. A test that needs a program that the directory lacks fails.
+Debian does not package all of them, and the tests neither build nor download programs:
+docs/testing.md describes where to get each one. If a program is missing, the tests fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OLDEST = (1, 36)
 
 
 class BinariesError(Exception):
-    """The directory lacks something or has a wrong version. The message is one line."""
+    """A program is missing, cannot be run or is too old. The message is one line."""
 
 
 class Binaries:

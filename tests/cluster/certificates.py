@@ -59,8 +59,9 @@ class Certificates:
         return str(self.directory / f"{name}.crt")
 
     def sign(self, name: str, user: str, *, group: str = "", names: tuple[str, ...] = ()) -> None:
-        """Make a key and a certificate for a user in a group. `names` are the names of a server, as DNS:... or
-        IP:... .
+        """Make a key and a certificate for a user in a group.
+
+        `names` are the alternative names of a server, each with the prefix DNS: or IP:.
         """
         subject = (f"/O={group}" if group else "") + f"/CN={user}"
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.ext"

@@ -20,9 +20,8 @@ MANIFESTS = ROOT / "packaging/kubernetes"
 SYSTEM = "tidegate-system"
 START_S = 180.0
 
-# This is the only addition that a simulated GPU needs compared with NVIDIA's GPUs: its device is a
-# directory, which the runtime never mounts into a container on its own, not even into a privileged
-# one.
+# A simulated GPU needs only this addition to the manifests: its device is a directory, which the
+# runtime does not mount into a container unless told to, not even into a privileged one.
 SIMULATED = f"""
 apiVersion: apps/v1
 kind: DaemonSet
@@ -117,8 +116,8 @@ class RealCluster:
     # Tidegate.
 
     def overlay(self, name: str = "base", configuration: str = "") -> Path:
-        """Write a kustomization of one of our directories that adds the simulated GPU's mounts, and
-        replaces the nodes' configuration if one is given.
+        """Write a kustomization of a directory of packaging/kubernetes that adds the simulated
+        GPU's mounts, and replaces the nodes' configuration if one is given.
         """
         directory = self.base / f"overlay-{name.replace('/', '-')}"
         directory.mkdir(exist_ok=True)

@@ -37,8 +37,8 @@ PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
 GPU_MEMORY = "128GiB"
 READY_S = 90.0
 
-# Settings that a kubelet always makes. A node has files with these values mounted over /proc/sys,
-# because a write from any namespace changes the settings of the whole machine.
+# Kernel settings that every kubelet writes. A node has files with these values mounted over
+# /proc/sys, because a write from any namespace changes the settings of the whole machine.
 KERNEL = {
     "kernel/keys/root_maxbytes": "25000000",
     "kernel/keys/root_maxkeys": "1000000",
@@ -195,7 +195,7 @@ class NodeDaemon:
         assert not ended, f"{self.name} of {self.node.name} has ended\n{self.tail()}"
 
     def tail(self) -> str:
-        """The end of the daemon's log."""
+        """Return the end of the daemon's log."""
         path = self.node.log(self.name)
         return path.read_text(errors="replace")[-3000:] if path.exists() else ""
 
@@ -466,9 +466,10 @@ class ClusterNode:
         return ran.stdout
 
     def processes(self, *words: str) -> list[int]:
-        """Return the processes with these words in succession in their command line, as PIDs of this machine.
+        """Return the processes whose command line contains these words in succession, as PIDs of
+        this machine.
 
-        Of a path, only the last component is compared.
+        Only the last component of a path is compared.
         """
         found = []
         for pid in members(self.hierarchies[0].group):

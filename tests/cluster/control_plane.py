@@ -20,7 +20,8 @@ NODES = "10.98.0.{}"
 PODS = "10.244.{}.0/24"
 SERVICES = "10.96.0.0/16"
 SERVICE = "10.96.0.1"
-"""Service address of the API server for pods. The API server listens on it itself, so that nodes need no kube-proxy.
+"""Address of the API server's Service, which pods use. The API server itself listens on this
+address, so that nodes need no kube-proxy.
 """
 URL = f"https://{ADDRESS}"
 START_S = 120.0
@@ -43,7 +44,7 @@ class ControlPlane:
         self._plugged = 0
 
     def start(self) -> None:
-        """Start everything, and wait until the API server serves."""
+        """Start everything, and wait until the API server and the controllers work."""
         names = (f"IP:{ADDRESS}", f"IP:{SERVICE}", "DNS:kubernetes.default.svc")
         self.certificates.sign("apiserver", "kube-apiserver", names=names)
         self.certificates.sign("to-kubelets", "kube-apiserver", group="system:masters")

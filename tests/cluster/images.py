@@ -1,7 +1,7 @@
 """The images of a cluster, as archives that `ctr images import` reads: the nodes have no registry.
 
-Tidegate's own image is what the Containerfile of packaging/kubernetes makes, executed line by line as
-tests/packages/test_image.py does.
+Tidegate's own image is built from the Containerfile of packaging/kubernetes, whose instructions are
+executed one by one, as in tests/packages/test_image.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.packages.test_image import FILE, ImageBuild, instructions
 TIDEGATE_IMAGE = "registry.example/tidegate:0.1.0"
 WORKLOAD_IMAGE = "docker.io/library/workload:latest"
 SAMPLE_IMAGE = "nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04"
-"""The image that packaging/kubernetes/examples name."""
+"""The image that the examples in packaging/kubernetes/examples use."""
 
 # The program of a pod's sandbox, which keeps the pod's namespaces: it sleeps, and reaps orphaned processes.
 PAUSE_C = r"""
@@ -94,7 +94,9 @@ def _digest() -> str:
 
 
 def tidegate_image() -> Path:
-    """Make Tidegate's image of this working tree, in build/cluster-images, once for each state of the sources."""
+    """Make Tidegate's image from this working tree, in build/cluster-images, once for each state of
+    the sources.
+    """
     directory = ROOT / "build/cluster-images"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:

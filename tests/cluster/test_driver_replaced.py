@@ -48,8 +48,8 @@ class Stream:
 
 
 def during(cluster: RealCluster, seconds: float, *, upgrade: bool) -> list[float]:
-    """Create pods for `seconds` seconds, and during an upgrade before that if requested; return how
-    many seconds each of them took to be ready.
+    """Create pods for `seconds` seconds, and if requested also during an upgrade before that;
+    return the time until each pod was ready, in seconds.
     """
     stream, end = Stream(cluster), threading.Event()
     failed: list[BaseException] = []

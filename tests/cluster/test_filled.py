@@ -13,13 +13,13 @@ ROUNDS = 10
 PODS = 5
 MAX_S = 60.0
 QUIET_S = 15.0
-"""A period without attempts, in seconds: longer than the driver defers an update, and longer than
-kube-scheduler defers a pod that it has tried.
+"""Length of the period without attempts for which the test waits, in seconds: longer than the
+driver defers an update, and longer than kube-scheduler defers a pod that it has tried.
 """
 
 
 def failures(cluster: RealCluster, name: str) -> list[Document]:
-    """Return the events that say why kube-scheduler found no GPU for a pod."""
+    """Return the events that report why kube-scheduler found no GPU for a pod."""
     return [
         one
         for one in cluster.api.objects("events")
@@ -63,8 +63,8 @@ def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_mi
 
 
 def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: RealCluster) -> None:
-    """Only the update of the slice causes this: a claim of another pod is not an event for a pod
-    that waits.
+    """Only the update of the slice can cause the new attempt: kube-scheduler does not retry a
+    waiting pod because of another pod's claim.
     """
     for name, compute in (("held", "40"), ("large", "80"), ("little", "10")):
         cluster.claim_template(name, memory="2Gi", compute=compute)

@@ -89,7 +89,8 @@ class Watch:
                 if not end.get("exitCode") or end["containerID"] in self._seen:
                     continue
                 self._seen.add(end["containerID"])
-                # A containerd that is killed while it starts a container does not know that container afterwards.
+                # If containerd is killed while it starts a container, it does not know that
+                # container afterwards.
                 if end["reason"] in ("StartError", "Unknown"):
                     message = end.get("message", end["reason"])
                     self.failed_starts[message.rpartition(": ")[2][:120]] += 1
@@ -97,7 +98,9 @@ class Watch:
                     self.ended[end["containerID"]] = (one["metadata"]["name"], end)
 
     def longest(self, begin: float, end: float) -> float:
-        """Return the longest time between two moments, in seconds, during which all parts answered without interruption."""
+        """Return the longest uninterrupted time between `begin` and `end` during which all parts
+        answered, in seconds.
+        """
         longest = 0.0
         since: float | None = None
         for look in self.looks:

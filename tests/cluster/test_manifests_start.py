@@ -17,7 +17,7 @@ def test_the_base_manifests_start_and_no_container_restarts(cluster: RealCluster
         )
 
 
-def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: RealCluster) -> None:
+def test_a_pod_with_a_claim_starts_with_the_fork_server_and_without(cluster: RealCluster) -> None:
     """With a hook script that does nothing, only the fork server can prepare a container; without the
     server's socket, only the script can.
     """
@@ -44,7 +44,7 @@ def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: Re
     wait_for("nothing to be left", lambda: not cluster.leftovers(node), 60)
 
 
-def test_each_node_s_gpus_are_offered(cluster: RealCluster) -> None:
+def test_the_gpus_of_each_node_are_offered(cluster: RealCluster) -> None:
     slices = [one["spec"] for one in cluster.api.objects("resourceslices")]
     assert {one["nodeName"] for one in slices} == {node.name for node in cluster.nodes}
     for one in slices:

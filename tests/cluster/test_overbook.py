@@ -22,7 +22,7 @@ def capacity(cluster: RealCluster) -> str:
     return str(one["spec"]["devices"][0]["capacity"]["memory"]["value"])
 
 
-def test_claims_for_more_memory_than_there_is_run_side_by_side(cluster: RealCluster) -> None:
+def test_pods_whose_claims_exceed_the_memory_of_the_gpu_run_together(cluster: RealCluster) -> None:
     usual = capacity(cluster)
     cluster.apply(configuration=OVERBOOKED)
     try:

@@ -11,7 +11,7 @@ MAX_S = 15.0
 COUNT = 5
 
 
-def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: RealCluster) -> None:
+def test_after_a_reboot_all_pods_are_back_within_15_s(cluster: RealCluster) -> None:
     cluster.claim_template("fifth", memory="2Gi", compute="20")
     names = [f"back-{number}" for number in range(COUNT)]
     command = ("/usr/bin/simgpu-workload", "--unit-us", "500", "--seconds", "3600")

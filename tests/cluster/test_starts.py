@@ -15,7 +15,9 @@ MOST = 1.3
 IDLE = 0.5
 """Maximum number of processors that an idle cluster uses."""
 REFILL_S = 2.0
-"""Time in seconds after which kube-controller-manager may send a full burst of requests again: 30, and 20 a second."""
+"""Time in seconds after which kube-controller-manager may again send a full burst of 30 requests;
+its sustained limit is 20 requests a second.
+"""
 
 
 def wait_for_cleanup(cluster: RealCluster) -> None:

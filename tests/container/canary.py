@@ -1,4 +1,4 @@
-"""A directory of the host that no container may touch, and the check that none did."""
+"""A directory of the host that no container may access, and the check that no container did."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Canary:
         assert self._mounts() == self.mounts
 
     def _mounts(self) -> list[str]:
-        """Return the mounts of the host in the canary's parent directory. Other programs mount
-        elsewhere.
+        """Return the mounts of the host in the canary's parent directory, where other programs make
+        no mounts.
         """
         return [line for line in host_mounts(self.path.parent) if str(self.path.parent) in line]
 

@@ -5,8 +5,8 @@ groups of its own.
 pivot_root changes to it. So dockerd, containerd and podman run with the paths that they are built
 for, and this machine is not changed: nothing is installed, no file of the host is written, and
 everything disappears with the mount namespace. The PID of a process is the same as on the host,
-because a governor outside the node needs it. `EngineHost.leave` finds and reports anything that is
-left.
+because a governor outside the node needs it. `EngineHost.leave` finds and reports everything that
+engines or containers have left.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class CommandResult(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a user would have seen."""
+        """The output as a user would see it: standard output, then standard error."""
         return self.stdout + self.stderr
 
 
@@ -278,7 +278,7 @@ class EngineHost:
 
     @property
     def pid(self) -> int:
-        """The process that keeps the namespaces."""
+        """The process that keeps the namespaces alive."""
         assert self._init is not None
         return self._init.pid
 
@@ -357,7 +357,7 @@ class EngineHost:
             return daemon.wait()
 
     def processes(self) -> set[int]:
-        """Return every process of the node, except the one that keeps it."""
+        """Return every process of the node, except the one that keeps the namespaces alive."""
         return members(self.hierarchies[0].group) - {self.pid}
 
     def mounts(self) -> list[str]:
@@ -374,8 +374,9 @@ class EngineHost:
         }
 
     def leave(self, patience: float = 5) -> list[str]:
-        """End the node, and return what engines or containers left, a line for each. Processes have `patience` seconds to
-        end on their own.
+        """End the node, and return what engines or containers left, one line for each item.
+
+        Processes have `patience` seconds to end on their own.
         """
         left = []
         for daemon in self.daemons.copy():
@@ -425,7 +426,7 @@ class EngineHost:
 
 
 def machine() -> str:
-    """Return this machine's release, as packages name it."""
+    """Return the code name of this machine's release, or an empty string if it has none."""
     for line in Path("/etc/os-release").read_text().splitlines():
         name, _, value = line.partition("=")
         if name == "VERSION_CODENAME":

@@ -308,7 +308,7 @@ class Docker(Engine):
     name = "docker"
     settings: ClassVar[
         dict[str, object]
-    ] = {}  # of a subclass that enters our runtime itself, without `tidegate setup`
+    ] = {}  # of a subclass that registers our runtime itself, without `tidegate setup`
 
     def start(self, image: Path) -> None:
         """Start dockerd, without a bridge and therefore without iptables."""
@@ -634,7 +634,8 @@ runtime_root = "/run/runc"
 monitor_path = "{LIBEXEC}/conmon"
 """
 
-# Additional settings for a node without systemd, network plugins and registries, where NRI's socket is containerd's.
+# Additional settings for a node without systemd, network plugins and registries, where containerd
+# owns NRI's socket.
 CRIO_NODE = """[crio.runtime]
 cgroup_manager = "cgroupfs"
 disable_hostport_mapping = true

@@ -1,7 +1,7 @@
 """A container held at the moment when a runtime runs its hooks: a mount namespace, a root, a process.
 
-For tests that examine the hook's effects, or start the hook hundreds of times; the runtimes themselves take
-longer.
+It serves tests that examine the hook's effects or start the hook hundreds of times; the runtimes
+themselves take longer.
 """
 
 from __future__ import annotations

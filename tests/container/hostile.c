@@ -97,7 +97,7 @@ static int connects(const char *path)
     return done;
 }
 
-/* Does everything that can be done to the three names below a directory. */
+/* Tries every operation on a directory and on the three files that it may contain. */
 static void molest(const char *directory)
 {
     char path[PATH_MAX], other[PATH_MAX];
@@ -135,7 +135,7 @@ static void molest(const char *directory)
     }
 }
 
-/* Checks the container's own directory: its files can be read, and nothing else. */
+/* Tries operations on the container's own directory: only reading its files is permitted. */
 static void keep_to_the_own(void)
 {
     char path[PATH_MAX];
@@ -170,7 +170,8 @@ static void keep_to_the_own(void)
     result(fd, "clone the mount of", OWN);
 }
 
-/* Tries handles of files near its own: the inode number of the other page is close to it. */
+/* Tries file handles with inode numbers near that of its own page: the number of the other
+ * container's page is close to it. */
 static void by_handle(void)
 {
     struct {
@@ -328,7 +329,8 @@ static void copy(const char *from, const char *to, const char *name)
     }
 }
 
-/* Moves to a group below the one in `groups`, in every hierarchy; /cgroups is the host's. */
+/* Moves to a group below the one in `groups`, in every hierarchy; /cgroups is the host's
+ * /sys/fs/cgroup. */
 static void descend(char groups[][PATH_MAX], int n, const char *name)
 {
     for (int i = 0; i < n; i++) {
@@ -423,7 +425,7 @@ static uint64_t number(void)
     }
 }
 
-/* Plain nonsense is easily detected. These values fit the current grant, except for the numbers. */
+/* Arbitrary values are easily detected. These fit the current grant, except for the numbers. */
 static void lie(char *ledger, const char *page)
 {
     const struct grant_device *grant = (const void *)(page + GRANT_DEVICES);
@@ -471,7 +473,7 @@ static void scribble(char **program)
     fcntl(own, F_SETFL, O_NONBLOCK);
     close(open("/out/scribbling", O_CREAT | O_WRONLY, 0644));
     for (unsigned long turn = 0;; turn++) {
-        /* Write most often to the first slots and their devices, which are read. */
+        /* Write most often to the first slots and their devices, which the governor reads. */
         for (int i = 0; i < 256; i++) {
             uint64_t at = draw() % (draw() % 4 ? 5 * 8192 : (uint64_t)status.st_size) & ~7ul;
             uint64_t value = number();

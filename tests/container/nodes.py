@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], Value], awaited: str, seconds: float = WAIT
 
 
 def clear(node: BenchNode) -> None:
-    """Leave no container running or registered."""
+    """Delete all containers, and wait until none is registered."""
     for container in node.running:
         node.delete(container)
     node.running.clear()
@@ -86,7 +86,7 @@ def directory(node: BenchNode, container: Running) -> Path:
 
 
 def events(node: BenchNode, *names: str) -> list[dict]:
-    """Return what the governor logged under these names."""
+    """Return the events with these names from the governor's log."""
     found = []
     for line in (node.work / "governor.log").read_text().splitlines():
         with contextlib.suppress(ValueError):  # the last line may be incomplete

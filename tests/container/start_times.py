@@ -6,8 +6,8 @@ round, every engine starts one container in each of three ways, and removes it b
 rounds use all orders of the three ways in turn:
 
 native      the engine's own runtime, as on a node without Tidegate
-ungoverned  our runtime or hooks, and a container that asks for nothing
-governed    our runtime or hooks, and a container that asks for a share
+ungoverned  our runtime or hooks, and a container that requests nothing
+governed    our runtime or hooks, and a container that requests a share
 
 CRI-O is among the engines if `TIDEGATE_ENGINE_BIN` names a directory with its programs
 (docs/testing.md).
@@ -79,8 +79,8 @@ def measure(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[
 
 
 def summarise(taken: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Return the medians, and the additional cost compared with a native start of the same round, with its standard
-    error.
+    """Return the medians in milliseconds: of the native starts, and of the additional time compared
+    with a native start of the same round, with its standard error.
     """
     summary = {}
     for name, ways in taken.items():

@@ -10,7 +10,7 @@
  *   > NUMBER PID NAME NUMBERS... "PATH" "CWD"
  *   < NUMBER RESULT "FILE OF THE RESULTING DESCRIPTOR"
  *
- * Exits with the program's status, or 128 and the number of the signal that ended it.
+ * Exits with the program's status, or with 128 plus the number of the signal that ended it.
  */
 
 #define _GNU_SOURCE
@@ -194,8 +194,8 @@ static const struct call *find_call(uint64_t number)
     return NULL;
 }
 
-/* Returns the entry of a process, or takes over one whose process is in no call: few processes are
- * in calls at once. */
+/* Returns the entry of a process. If it has none, an entry whose process is in no call is reused:
+ * few processes are in calls at once. */
 static struct process *find_process(pid_t pid)
 {
     struct process *free_one = NULL;

@@ -11,7 +11,7 @@
  *     began        create the file /out/began
  *     sleep:MS     wait
  *     tick         append a byte to /out/ticks every 10 ms until killed
- *     child        run the following steps in a child, and wait for its end
+ *     child        run the following steps in a child, wait for its end, and create /out/ended
  */
 #include <dlfcn.h>
 #include <stdint.h>

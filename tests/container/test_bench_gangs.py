@@ -63,11 +63,11 @@ def test_all_parts(
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_by_the_gpus_own_schedulers_a_job_has_its_share_of_both_at_once(
+def test_the_gpus_own_schedulers_give_a_job_its_share_of_both_gpus_at_once(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
-    """The job's units wait for those on the other GPU, so shares at different times on the two GPUs
-    would not be delivered.
+    """Each unit of the job waits for its counterpart on the other GPU, so time that the job has on
+    only one of the GPUs is not delivered.
     """
     require("runc")
     parts = ("native", "hogs", "rivals")
@@ -118,12 +118,12 @@ def test_a_part_that_hangs_or_fails_is_reported_and_the_next_part_runs(
     assert "hog-1" in hung["outputs"]["end"]
     assert failed["error"] == "MachineError: it is broken"
     assert "governor-started" in " ".join(failed["outputs"]["end"]["governor"])
-    # There is a governor again, without containers on its GPUs.
+    # The governor runs again, and its GPUs have no containers.
     assert topology["error"] is None
     assert [gpu["containers"] for gpu in topology["check_json"]["gpus"]] == [0, 0]
 
 
-def test_no_part_begins_when_the_time_is_over(
+def test_no_part_begins_when_no_time_is_left(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require("runc")

@@ -27,7 +27,8 @@ def test_models_take_turns_and_faults_are_found(
         "--reserve-mib", "13312", "--host-mib", "8192", "--rounds", "2", "--seconds", "25",
         "--build", str(build_dir),
     ]  # fmt: skip
-    # Not in this process: the simulated driver's NVML keeps the first GPU that a process opens.
+    # A separate process, because the simulated driver's NVML keeps the first GPU that a process
+    # opens.
     command = [sys.executable, "-m", "bench.parking", *options, "--output", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=250)
     report = json.loads((out / "parking.json").read_text())

@@ -31,8 +31,8 @@ SMALL = {
 }
 NATIVE = ("aggregate", "graphs")
 LONGER = ("shapes",)
-"""Suites that run for longer than a second: in that time, a container that started late on a busy
-machine got 17 % instead of its 30 %."""
+"""Suites that run for longer than one second: within one second, a container that started late on
+a busy machine got 17 % instead of its 30 %."""
 WAITS = Arm((ArmContainer(90, 50),), settings={"hold_launches": False}, native=False)
 """An arm without held launches: launches that do not fit wait for the end of the grant, which does
 not come if the grant is extended.
@@ -47,7 +47,7 @@ def test_sixty_four_containers_share_a_gpu(
     build_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has 1 %, all of them want more, and all of them are served."""
+    """Each container has 1 %, all of them want more, and all of them are served."""
     require("runc")
     memory = ["--memory", "64GiB"]
     monkeypatch.setattr(
@@ -134,9 +134,10 @@ def results(measure: Callable[..., dict[str, Report]]) -> dict[str, Report]:
 def try_twice(
     results: dict[str, Report], measure: Callable[..., dict[str, Report]]
 ) -> Callable[[str, Check], None]:
-    """Return a function that checks the result of a suite, and if it fails that of a second run.
+    """Return a function that checks the result of a suite, and if that fails, the result of a
+    second run.
 
-    Other programs on this machine may have disturbed the first.
+    Other programs on this machine may have disturbed the first run.
     """
 
     def check_one_of_two(suite: str, check: Check) -> None:
@@ -203,7 +204,7 @@ def test_a_container_alone_below_its_cap_continues_to_work(
 def test_a_shape_of_work_gets_about_its_share(
     results: dict[str, Report], try_twice: Callable[[str, Check], None], name: str
 ) -> None:
-    # Whatever else this machine does, it does not get more.
+    # However busy this machine is, the container does not get more than its share.
     assert results["shapes"]["summary"][name]["delivered"][0] < 30 + 12
 
     def check(report: Report) -> None:
@@ -226,7 +227,7 @@ def test_the_same_work_ran_without_tidegate(try_twice: Callable[[str, Check], No
     try_twice("aggregate", check_sum)
 
 
-def test_events_have_times_of_the_samples_and_shares_follow_them(
+def test_events_fall_within_the_samples_and_shares_follow_the_events(
     results: dict[str, Report], try_twice: Callable[[str, Check], None]
 ) -> None:
     arms = results["settle"]["arms"]

@@ -22,7 +22,8 @@ def test_the_contents_survive_and_faults_are_found(
     require("runc")
     out, kept = tmp_path / "out", tmp_path / "kept.json"
     options = ["--simulated", "--held-mib", "256", "--rounds", "3", "--build", str(build_dir)]
-    # Not in this process: the simulated driver's NVML keeps the first GPU that a process opens.
+    # A separate process, because the simulated driver's NVML keeps the first GPU that a process
+    # opens.
     command = [sys.executable, "-m", "bench.suspension", *options, "--output", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=200)
     report = json.loads((out / "suspension.json").read_text())

@@ -186,7 +186,7 @@ def outcomes(node: BenchNode, container: Running) -> list[str]:
 
 
 def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> list[float]:
-    """Return the percentage of the GPU that was charged to each container's key."""
+    """Return the percentage of the GPU that was charged to each container's key in `seconds`."""
     began = time.monotonic_ns()
     before = {
         one["key"]: one["devices"][0]["charged_ns"] for one in node.list_containers().values()

@@ -140,7 +140,7 @@ def test_two_pods_share_a_gpu_70_to_30(cluster: ClaimNode, engine: Engine) -> No
         for one in cluster.site.books().values()
     ]
     assert sorted(found) == [(30, 30, 2 * GIB), (70, 70, 4 * GIB)]
-    assert cluster.left() == 0  # no share is booked twice
+    assert cluster.left() == 0  # no share is counted twice
     for one in started.values():
         begin(cluster.site, one)
 

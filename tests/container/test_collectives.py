@@ -114,7 +114,7 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mod
 
 
 def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) -> None:
-    """Each half waits for the other half, which waits for the GPU. It takes 4 s if the arbiter
+    """Each half waits for the other half, which waits for the GPU. The run takes 4 s if the arbiter
     waits for each of them.
     """
     n = 100
@@ -124,8 +124,8 @@ def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) ->
         pair = [start(node, f"half-{number}-{i}", str(i), n, **quota) for i in range(2)]
         return finish(node, *pair)
 
-    # The first wait is 100 ms, after which it is known that the halves wait for each other. Later
-    # waits are 1 ms, and 200 ms now and then, to check again.
+    # The first wait takes 100 ms, and shows that the halves wait for each other. Later waits take
+    # 1 ms, except for an occasional trial of 200 ms.
     expect_in_time(node, play, 3)
 
 
@@ -151,7 +151,7 @@ def test_halves_of_collectives_over_two_gpus_in_two_containers(node: BenchNode) 
 def test_a_container_can_be_suspended_in_the_middle_of_collectives(
     node: BenchNode, mode: str
 ) -> None:
-    """What was submitted on one GPU may wait for what was not submitted on the other."""
+    """A kernel on one GPU may wait for a kernel that has not been submitted on the other GPU."""
     quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
     pair = [start(node, f"suspended-{mode}-{i}", mode, 1_000_000, **quota) for i in range(2)]
     n = 2 if mode == "each" else 1

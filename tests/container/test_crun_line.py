@@ -21,7 +21,7 @@ def crun(tmp_path: Path, require) -> Runtime:
     return Runtime("crun", tmp_path / "state")
 
 
-def test_the_line_is_in_crun_s_own_standard_error(node: HookNode, crun: Runtime) -> None:
+def test_the_line_is_in_the_standard_error_of_crun(node: HookNode, crun: Runtime) -> None:
     ran = crun.run(node.bundle("true", annotations=WRONG))
     assert ran.status != 0
     (line,) = [one for one in ran.stderr.splitlines() if one.startswith("tidegate: ")]
@@ -30,7 +30,7 @@ def test_the_line_is_in_crun_s_own_standard_error(node: HookNode, crun: Runtime)
 
 @pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("name", ["crun", "runc"])
-def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
+def test_a_child_of_the_fork_server_recognises_crun_from_its_caller(
     node: HookNode, fronts: Path, tmp_path: Path, name: str
 ) -> None:
     """A shell stands in for the runtime, because the tests run crun in a mount namespace, which
@@ -51,7 +51,7 @@ def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     assert ran.stderr.count("tidegate: ") == (name == "crun")
 
 
-def test_crun_s_own_log_contains_it_as_well(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
+def test_the_log_of_crun_contains_it_too(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
     """Podman shows crun's log if that is one JSON document, and otherwise standard error."""
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()

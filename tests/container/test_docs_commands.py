@@ -1,9 +1,9 @@
 """The documents' `tidegate` commands, run one after the other on a node that is made for them.
 
-The node has the machine's files with a /run, a /var/lib, an /etc and a /usr/bin of its own, the simulated GPU's
-driver, a governor, and a container that works. Placeholders that a reader fills in are replaced by values of this
-node. tests/unit/test_docs_commands.py checks all other commands; docs/tutorial.md is run unchanged by
-test_tutorial.py.
+The node has the machine's files, but its own /run, /var/lib, /etc and /usr/bin. It has the
+simulated GPU's driver, a governor, and a container that works. Placeholders that a reader fills in
+are replaced by values of this node. tests/unit/test_docs_commands.py checks all other commands;
+docs/tutorial.md is run unchanged by test_tutorial.py.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class EngineSite:
         """Return what exists on the node for containers: mounts, control groups, directories of the governor."""
         found = {*self.host.mounts(), *self.host.groups(), *self.directories()}
         # This is Podman's own bind mount of its storage on itself; a process of podman leaves it in
-        # place while another one works.
+        # place while another process of podman runs.
         return found - {"/var/lib/containers/storage/overlay"}
 
     def directories(self) -> set[str]:

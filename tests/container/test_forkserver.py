@@ -274,7 +274,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
     front: HookNode, forkserver: ForkServer
 ) -> None:
-    """This happens when one pod replaces another: the new server runs before the old one ends."""
+    """This happens when one pod replaces another: the new server starts before the old one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
     following = subprocess.Popen(command)
     try:
@@ -302,7 +302,7 @@ def blocked(pid: int) -> bool:
 @pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
 @pytest.mark.usefixtures("forkserver")
 def test_a_caller_in_another_namespace_is_not_served(front: HookNode, namespace: str) -> None:
-    """In that namespace a path or a PID means something else."""
+    """In another namespace, a path or a PID may refer to something else."""
     bundle = front.bundle("true")
     bundle.write()
     trace = front.base / "trace"
@@ -314,7 +314,7 @@ def test_a_caller_in_another_namespace_is_not_served(front: HookNode, namespace:
     assert executed(trace)[-2:] == interpreted(front)
 
 
-def test_another_user_neither_reaches_the_server_nor_impersonates_it(
+def test_another_user_can_neither_reach_the_server_nor_impersonate_it(
     front: HookNode, forkserver: ForkServer
 ) -> None:
     assert forkserver.socket.stat().st_mode & 0o777 == 0o600
@@ -407,7 +407,8 @@ def test_a_server_that_cannot_fork_continues(front: HookNode) -> None:
     serves would be killed.
     """
     front.bundle("true").write()
-    # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
+    # The server's first child is the first process of a PID namespace. When that process has ended,
+    # the kernel refuses further forks.
     server = ForkServer(front.base / "run", under=("unshare", "--pid"))
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     os.kill(children(server)[0], signal.SIGKILL)
@@ -454,7 +455,9 @@ def test_a_server_without_descriptors_continues(front: HookNode, forkserver: For
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_spare_children_end_with_the_server(front: HookNode, number: signal.Signals) -> None:
-    """This holds however the server ends: a process that continued would listen in place of the next server."""
+    """This holds however the server ends: a child that continued would listen in place of the next
+    server.
+    """
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     spares = [Path(f"/proc/{pid}") for pid in children(server)]
@@ -631,7 +634,7 @@ def test_a_configuration_without_a_reader_is_an_error(front: HookNode) -> None:
 
 
 def test_an_incompletely_read_configuration_is_an_error(front: HookNode) -> None:
-    """Podman would use the part that had arrived by then, without the rest."""
+    """Otherwise Podman would use the part that had arrived by then, without the rest."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.write(writing, b'{"annotations": ')

@@ -60,7 +60,9 @@ int main(void) {{ return access("/dev/nvidia0", F_OK) ? {WITHOUT} : {WITH}; }}
 
 
 def make_unserved(node: HookNode, bundle: DiskBundle, why: str) -> str:
-    """Make a node or an image that no driver serves; return a word from the reason."""
+    """Remove the node's mirror, or make the image unsuitable for any driver; return a word of the
+    reason that is reported.
+    """
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
     if why == "no mirror":
@@ -192,7 +194,7 @@ def test_optional_on_a_node_with_a_driver_gets_a_gpu(
 def test_an_image_that_changes_after_it_was_examined_gets_no_ungoverned_gpu(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """The wrapper has entered the device nodes into the configuration by then."""
+    """By then, the wrapper has added the device nodes to the configuration."""
     bundle = plain(node, "", annotations=OPTIONAL)
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
@@ -272,7 +274,7 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi(
 def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_without_nodes_too(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """Simulated GPUs, for instance, have no nodes: the hook's own argument says that a GPU was
+    """Simulated GPUs, for instance, have no nodes: the hook's own argument shows that a GPU was
     requested.
     """
     bundle = plain(node, "ls -A /run/tidegate", annotations=OURS | SANDBOX)
@@ -412,7 +414,7 @@ def plain_config() -> str:
 def test_a_config_that_hooks_do_not_read_is_refused(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """Only crun has --config; the hook would do what the bundle's own config.json says."""
+    """Only crun has --config; the hook would follow the bundle's own config.json instead."""
     bundle = plain(node, "true")
     asks = node.base / "asks.json"
     asks.write_text(json.dumps(bundle.config))
@@ -484,7 +486,7 @@ def test_a_hostile_config_is_refused_with_one_line(
 def test_a_deeply_nested_config_is_refused_or_passed_on(
     node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
-    """Near the depth limit, whatever can be read can be written as well."""
+    """Near the depth limit, every configuration that can be read can be written as well."""
     assert dev
     bundle = node.bundle("true")
     ends = set()
@@ -537,7 +539,7 @@ def test_a_config_that_is_not_a_regular_file_is_refused_with_one_line(
 def test_an_endless_answer_of_the_governor_ends_at_the_deadline(
     node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
-    """R14: each byte comes in time, but the deadline applies to all of them together."""
+    """R14: each byte arrives in time, but the deadline applies to the whole answer."""
     drip = node.base / "drip"
     drip.mkdir()
     stop = threading.Event()
@@ -623,7 +625,7 @@ def test_a_config_that_changes_after_the_wrapper_gets_no_ungoverned_gpu(
     [event] = node.events()
     assert (event["outcome"], event["code"]) == ("failed", "device")
     deadline = time.monotonic() + 20
-    while node.governor.admitted:  # the governor learns of the end on its own
+    while node.governor.admitted:  # the governor detects the end without a report
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -101,7 +101,7 @@ class TwoGenerations:
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TwoGenerations:
-    """Namespaces must be found both ways; kernels before 6.12 have no list."""
+    """Namespaces must be found in both ways; kernels before 6.12 have no list."""
     need("gcc", "unshare")
     if request.param == "proc":
         monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: False)
@@ -144,7 +144,7 @@ def is_gone(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def namespace(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in a mount namespace of its own, and wait until it reports that it is ready."""
+    """Start a process in a new mount namespace, and wait until it reports that it is ready."""
     process = subprocess.Popen(
         ["unshare", "-m", "--propagation", "private", *command], stdout=subprocess.PIPE
     )
@@ -308,10 +308,10 @@ def test_a_single_file_that_is_mounted_keeps_its_generation(
         assert driver.gc(capsys)[driver.old.name] == expected
 
 
-def test_a_mount_outside_of_a_processs_root_keeps_its_generation(
+def test_a_mount_outside_the_root_of_a_process_keeps_its_generation(
     driver: TwoGenerations, made_once: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The mountinfo of a process in a chroot does not show it."""
+    """The mountinfo of a process in a chroot does not show such a mount."""
     script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 60"'
     arguments = (driver.old / "lib64", driver.target, made_once / "rootfs")
     with namespace(*shell(script, *arguments)) as process:
@@ -366,7 +366,9 @@ def test_a_namespace_held_only_by_a_descriptor_keeps_a_generation(
 
 @contextlib.contextmanager
 def pinned(driver: TwoGenerations, pin: Path) -> Iterator[None]:
-    """A namespace without a process in which the old generation is mounted, kept by a mount of its file."""
+    """Keep a namespace that has no process, and in which the old generation is mounted, by a mount
+    of the namespace's file.
+    """
     pin.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", pin], check=True)
     try:
@@ -406,8 +408,8 @@ def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The kernel's list contains the namespace all the same. Without the list, the namespace could
-    have any generation mounted.
+    """The kernel's list contains the namespace nevertheless. Without the list, any generation could
+    be mounted in the namespace.
     """
     with pinned(driver, tmp_path / "pin"):
         subprocess.run(["mount", "--bind", "/dev/null", tmp_path / "pin/ns"], check=True)
@@ -541,7 +543,9 @@ def python(script: str, *arguments: Path) -> list[str]:
 def test_a_mount_below_one_on_the_root_directory_keeps_its_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that enters the namespace gets the upper mount as its root; the process itself still has the lower one."""
+    """A process that enters the namespace gets the upper mount as its root; the process that made
+    the mounts still has the lower one.
+    """
     script = """
 assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
 assert libc.mount(b"x", b"/", b"tmpfs", 0, None) == 0
@@ -561,7 +565,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The process is in a namespace younger than the list, and is changing to another one."""
+    """The process is in a namespace newer than the list, and is changing to another one."""
     is_listed = request.node.callspec.params["driver"] != "proc"
     if is_listed:
         monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: True)
@@ -579,7 +583,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
         assert reason.startswith(expected), reason
 
 
-def test_a_process_that_changes_its_namespace_all_the_time_keeps_its_generation(
+def test_a_process_that_constantly_changes_its_namespace_keeps_its_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = """
@@ -594,7 +598,7 @@ while True:
             assert reason.startswith(("mounted in ", "may be in use: ")), reason
 
 
-def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
+def test_a_layer_that_was_mounted_through_the_link_keeps_every_generation(
     driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The link pointed to the old generation when the layer was mounted."""

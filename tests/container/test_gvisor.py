@@ -1,12 +1,12 @@
 """gVisor's runsc instead of runc: a container that asks for a GPU is refused in one line, and
-others run as without Tidegate.
+other containers run as they would without Tidegate.
 
 runsc is from Debian's package, which is in the root file systems of the engines. It runs containers
 on its default platform, ptrace in bookworm and systrap in trixie, without the network and, outside
 of a node, without control groups. Newer packages (forky, resolute, stonking) have the same source
-as trixie's (July 2024), but gVisor cannot tell the goroutines of their Go apart: of 40 containers
-with six processes, 15 to 19 ended with gVisor's "panic: running on goroutine", and none with
-bookworm's or trixie's.
+as trixie's (July 2024), but their Go version makes gVisor confuse goroutines: of 40 containers with
+six processes, 15 to 19 ended with gVisor's "panic: running on goroutine", and none with bookworm's
+or trixie's.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class GVisorDocker(Docker):
 
 
 class OldGVisorDocker(GVisorDocker, OldDocker):
-    """Before version 24 Docker has no annotations, and variables replace them."""
+    """Docker before version 24, which has no annotations; environment variables replace them."""
 
 
 class GVisorPodman(Podman):

@@ -1,8 +1,8 @@
 """GPU time divided among containers by the (simulated) GPU's own scheduler: `scheduling: hardware`.
 
-GPU time is read from the device file, not from the governor or a container. The tests compare parts of the delivered
-time, or of the time on the GPU's clock, over seconds. A busy machine hardly affects them, because the GPU decides and
-not a process.
+GPU time is read from the device file, not from the governor or a container. The tests compare
+fractions of the delivered time, or of the time on the GPU's clock, over seconds. A busy machine
+hardly affects them, because the GPU decides, not a process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def busy(node: BenchNode) -> tuple[int, dict[int, int]]:
 
 
 def shares(node: BenchNode, seconds: float, *containers: Running) -> list[float]:
-    """Return the percentage of the GPU's time that each container worked during the next `seconds` seconds."""
+    """Return the percentage of the GPU's time that each container used in the next `seconds`
+    seconds.
+    """
     pids = [pid_of(node, container) for container in containers]
     begun, before = busy(node)
     time.sleep(seconds)
@@ -82,8 +84,9 @@ def expect_that(
 ) -> None:
     """Require that the containers' shares are right in one of several windows.
 
-    If a busy machine delays the steering thread, it switches late, and excess time is deducted from what follows: a
-    container may have more or less in other windows. A container that is itself delayed leaves time unused.
+    If a busy machine delays the steering thread, the thread switches late, and excess time is
+    deducted later: a container may have more or less in other windows. A container that is itself
+    delayed leaves time unused.
     """
     windows = []
     for _ in range(WINDOWS):
@@ -106,7 +109,7 @@ def used(node: BenchNode, *containers: Running) -> list[int]:
 
 
 def first_part(before: list[int], after: list[int]) -> float:
-    """Return the first container's part of what two containers had in between."""
+    """Return the first container's fraction of what two containers gained between two readings."""
     first, second = (b - a for a, b in zip(before, after, strict=True))
     return first / (first + second)
 
@@ -174,7 +177,7 @@ def test_a_container_left_off_by_a_killed_governor_is_on_again_within_two_second
     pid = pid_of(node, one)
 
     def is_off() -> bool:
-        """Return whether nothing was done in 30 ms, of which the container has 1.5 ms on average."""
+        """Return whether the container did no work in 30 ms, of which it has 1.5 ms on average."""
         before = busy(node)[1][pid]
         time.sleep(0.03)
         return busy(node)[1][pid] == before

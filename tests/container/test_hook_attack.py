@@ -2,14 +2,14 @@
 runc and of NVIDIA's toolkit.
 
 R1  no container path is a mount's source     R2  resolve once, act on the descriptor
-R3  create only with O_EXCL|O_NOFOLLOW        R4  a link's place is confined, its text is anything
+R3  create only with O_EXCL|O_NOFOLLOW        R4  replace a file by rename, below a descriptor
 R5  execute nothing of the image              R7  the environment and the working directory are hostile
 R8  mounts are private                        R9  the image's environment grants nothing
 R10 check a source's type on its descriptor   R12 no descriptor survives into the container
 R13 never in the container's namespaces       R14 limits everywhere     R15 values are data     R16 never the host's root
 docs/reference/hook-rules.md says where each rule is implemented and tested. This file has the attacks on a
-container that is held still. Those in test_hook_rules.py run under runc and crun, and those in
-test_hook_steps.py between the hook's system calls.
+container that is held where a runtime would run its hooks. Those in test_hook_rules.py run under
+runc and crun, and those in test_hook_steps.py between the hook's system calls.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ PLACES = [
 def test_a_link_to_the_host_in_every_place(
     node: HookNode, victim: Path, place: str, text: str
 ) -> None:
-    """R2, R3, R4: the link is followed inside the root or refused; the host has not changed."""
+    """R2, R3, R4: the link is followed inside the root or refused; the host does not change."""
     bundle = node.bundle("true")
     replace_by_link(bundle.rootfs / place, text.format(victim=victim))
     attack(node, bundle)
@@ -147,8 +147,8 @@ DIRECTORIES = [
 def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
     node: HookNode, victim: Path, place: str, text: str, *, inside: bool
 ) -> None:
-    """Files in a place are optional: the container starts whatever the image has there, and the
-    host has not changed.
+    """Files in a place are optional: the container starts, whatever the image has there, and the
+    host does not change.
     """
     bundle = node.bundle("true", annotations=GRAPHICS)
     if inside:
@@ -185,7 +185,9 @@ def test_odd_files_in_a_place_do_not_fail_the_start(
 def test_a_single_file_is_bound_over_a_regular_one_only(
     node: HookNode, victim: Path, kind: str
 ) -> None:
-    """The image has files in both directories, and something under the driver's own name in the first."""
+    """The image has other files in both directories, and in the first also an entry that has the
+    name of the driver's file.
+    """
     bundle = node.bundle("true", annotations=GRAPHICS)
     for directory in ("etc/vulkan/icd.d", "usr/share/vulkan/icd.d"):
         (bundle.rootfs / directory).mkdir(parents=True)
@@ -477,7 +479,7 @@ def test_a_race_between_directory_and_link_changes_nothing_outside(
 ) -> None:
     """R2: whatever the walk meets is inside the root, and the hook acts on what it opened.
 
-    This test depends on timing, and takes long; test_hook_steps.py hits each window.
+    This test depends on timing, and is slow; test_hook_steps.py hits each window.
     """
     bundle = node.bundle("true")
     swap = compile_c(SWAP_C, tmp_path / "swap")
@@ -509,7 +511,7 @@ def test_a_race_between_directory_and_link_changes_nothing_outside(
     # The fixture `victim` compares its content and the host's mounts
 
 
-def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(
+def test_an_image_whose_usr_lib_is_an_absolute_link_is_served(
     node: HookNode, runc: Runtime
 ) -> None:
     """Absolute links inside an image are common, and are resolved in the image."""
@@ -540,7 +542,7 @@ def test_another_mount_at_the_path_of_the_root_is_refused(node: HookNode) -> Non
 def test_a_root_replaced_by_a_link_before_the_hook_runs_is_refused(
     node: HookNode, tmp_path: Path, *, is_above: bool
 ) -> None:
-    """In both namespaces the link leads to the same directory of the host, which no runtime has
+    """In both namespaces the link leads to the same directory of the host, which no runtime
     mounted.
     """
     bundle = node.bundle("true")

@@ -1,4 +1,6 @@
-"""What a container gets besides libraries: places, host directories, 32-bit libraries; and from which generation."""
+"""What a container gets besides the 64-bit libraries: files in places, directories of the host and
+32-bit libraries; and the generation from which it gets them.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,7 @@ def test_a_read_only_root_gets_no_files_and_the_log_says_so(node: HookNode) -> N
     ]
 
 
-def test_a_place_that_the_image_has_no_room_for_is_logged(node: HookNode, runc: Runtime) -> None:
+def test_a_place_that_the_image_cannot_take_is_logged(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle("echo started", annotations=asking("graphics"))
     (bundle.rootfs / "etc/vulkan").write_text("a file\n")
     (bundle.rootfs / "usr/share").symlink_to("/nowhere")
@@ -189,7 +191,7 @@ def test_a_place_that_fails_half_way_leaves_nothing(node: HookNode, runc: Runtim
 def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(
     node: HookNode, kind: str
 ) -> None:
-    """Some of these directories are below /tmp, where any user of the host can put a link."""
+    """Some of these directories are below /tmp, where any user of the host can create a link."""
     generation = node.own_mirror()
     path = node.base / "sockets"
     path.symlink_to("/etc") if kind == "link" else path.touch()
@@ -204,7 +206,7 @@ def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(
 
 
 def put_libc32(bundle: DiskBundle, directory: str = LIBDIR32) -> None:
-    """Put a real i386 library under the C library's name, and enter it into the image's ld.so.cache."""
+    """Put a real i386 library under the C library's name, and add it to the image's ld.so.cache."""
     make_library(bundle.rootfs / directory / "libc.so.6", "libc.so.6", "i386", "-m32")
     (bundle.rootfs / "etc/ld.so.conf").write_text(f"/{directory}\n")
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
@@ -237,7 +239,7 @@ def test_32_bit_libraries_are_found_by_the_cache(
     assert "libcuda.so.1 (libc6)" not in ran.stdout  # the quota would not apply to it
 
 
-def test_the_set_decides_on_32_bit_libraries_too(node: HookNode, runc: Runtime) -> None:
+def test_the_set_also_determines_the_32_bit_libraries(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle(f"ls /{TARGET32}", annotations=asking("compat32,compute"))
     put_libc32(bundle)
     assert runc.run(bundle).stdout == (
@@ -260,7 +262,9 @@ def test_the_set_decides_on_32_bit_libraries_too(node: HookNode, runc: Runtime) 
 def test_an_image_that_cannot_take_32_bit_libraries_gets_none(
     node: HookNode, runc: Runtime, lack: str, message: str
 ) -> None:
-    """If they are asked for by name, the start fails; as a part of `all` they are left out."""
+    """If they are requested by name, the start fails; if they are requested by `all`, they are left
+    out.
+    """
     bundles = [
         node.bundle("echo started", annotations=asking(asked), name=asked)
         for asked in ("all", "compat32")
@@ -326,7 +330,7 @@ def test_a_kernel_module_of_another_version_is_refused(node: HookNode) -> None:
 
 
 @pytest.mark.parametrize("module", [True, False])
-def test_a_package_upgrade_stops_no_container_while_the_module_is_the_same(
+def test_a_package_upgrade_prevents_no_start_while_the_module_is_unchanged(
     node: HookNode, *, module: bool
 ) -> None:
     generation = node.own_mirror()
@@ -372,7 +376,8 @@ def test_a_generation_replaced_by_name_is_not_mixed_with_the_old_one(
 ) -> None:
     """`tidegate refresh --repair` replaces a generation after a hook has read its manifest.
 
-    The hook asks the governor between the manifest and the mounts, so the test replaces the generation then.
+    The hook asks the governor after it has read the manifest and before it mounts, so the test
+    replaces the generation then.
     """
     generation = node.own_mirror()
     other = node.base / "other"
@@ -437,8 +442,8 @@ def test_a_hook_that_starts_during_a_removal_takes_the_next_generation(node: Hoo
 
 
 def test_mounts_of_the_host_below_a_directory_are_not_passed_on(node: HookNode) -> None:
-    """The container did not ask for such a mount, which would also be writable if it is on the
-    host.
+    """The container did not ask for such a mount, and the mount would be writable if it is writable
+    on the host.
     """
     generation = node.own_mirror()
     path = node.base / "sockets"
@@ -458,7 +463,7 @@ def test_mounts_of_the_host_below_a_directory_are_not_passed_on(node: HookNode) 
 def test_a_volume_in_place_of_a_directory_of_the_host_stays(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """The configuration mounts what the user wants at that path."""
+    """The mount in the configuration takes precedence over the driver's directory."""
     sockets = node.made / "host-sockets"
     bundle = node.bundle(f"ls -A {sockets}", annotations=asking("graphics"))
     volume = node.base / "volume"

@@ -1,4 +1,6 @@
-"""What keeps a container from starting: an exit status for each reason, one line, and nothing left behind."""
+"""The reasons for which the hook refuses a start: each has its exit status and one line, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,9 @@ def test_the_governors_refusal_is_shown_unchanged(node: HookNode) -> None:
 
 
 def test_a_refusal_does_not_affect_a_container_with_the_same_id(node: HookNode) -> None:
-    """A container of another engine runs: what was made in its image is still on record when it ends."""
+    """A container of another engine runs with that id: the record of what was made in its image
+    must remain until it ends.
+    """
     node.governor.mode = "refuse"
     bundle = node.bundle("true")
     made = [HookTrace("directory", "run")]
@@ -204,16 +208,16 @@ def test_a_refusal_does_not_affect_a_container_with_the_same_id(node: HookNode) 
 
 
 def test_a_failed_confirmation_undoes_everything(node: HookNode) -> None:
-    """All mounts had been made and the cache written: everything is undone, and the old cache is
+    """All mounts were made and the cache was written: everything is undone, and the old cache is
     restored.
     """
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
 
 
-def test_files_that_could_not_be_removed_are_removed_at_the_end(node: HookNode) -> None:
-    """A file blocks the removal for a while. The runtime also reports the end of a container that
-    failed to start.
+def test_files_that_could_not_be_removed_are_removed_at_the_containers_end(node: HookNode) -> None:
+    """A file blocks the removal of a directory at first. The runtime also reports the end of a
+    container that failed to start.
     """
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
@@ -237,7 +241,7 @@ NO_EXCHANGE_C = r"""
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-/* Runs a program that renameat2 answers as on a file system that cannot exchange names. */
+/* Runs a program for which renameat2 fails as on a file system that cannot exchange names. */
 int main(int argc, char **argv) {
         struct sock_filter filter[] = {
                 BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -307,7 +311,9 @@ def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: HookN
 
 
 def test_a_failure_half_way_undoes_the_earlier_mounts(node: HookNode) -> None:
-    """The hook has mounted the libraries and the grant when it finds the program's path taken."""
+    """The hook has mounted the libraries and the grant when it finds that the program's path is a
+    directory.
+    """
     bundle = node.bundle("true")
     (bundle.rootfs / "usr/bin/nvidia-smi").mkdir()
     refuse(node, bundle, 76, "/usr/bin/nvidia-smi in the image is not a regular file")
@@ -452,7 +458,7 @@ def test_poststop_never_fails(node: HookNode) -> None:
     assert {event["code"] for event in node.events()} == {"state", "governor"}
 
 
-def test_runc_shows_the_line_and_the_status(node: HookNode, runc: Runtime) -> None:
+def test_runc_shows_the_hooks_message_and_status(node: HookNode, runc: Runtime) -> None:
     """The container's root is unchanged as well."""
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8GB"})
     before = tree(bundle.rootfs)
@@ -466,7 +472,7 @@ def test_runc_shows_the_line_and_the_status(node: HookNode, runc: Runtime) -> No
     assert tree(bundle.rootfs) == before
 
 
-def test_crun_does_not_start_it_either(node: HookNode, runtime: Runtime) -> None:
+def test_no_runtime_starts_a_refused_container(node: HookNode, runtime: Runtime) -> None:
     node.governor.mode = "refuse"
     bundle = node.bundle("echo started")
     ran = runtime.run(bundle)
@@ -475,7 +481,7 @@ def test_crun_does_not_start_it_either(node: HookNode, runtime: Runtime) -> None
     assert node.governor.admitted == {}
 
 
-def test_the_log_never_fails_a_container(node: HookNode, runc: Runtime) -> None:
+def test_a_log_that_cannot_be_written_fails_no_container(node: HookNode, runc: Runtime) -> None:
     node.log.mkdir()
     assert runc.run(node.bundle("echo started")).stdout == "started\n"
     node.log.rmdir()

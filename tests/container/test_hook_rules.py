@@ -1,9 +1,9 @@
 """Attacks on the hook under runc and crun; tests/mutants/rules.toml says which rule each is for.
 
-In each attack the hook runs in single steps (tests/container/steps.py), next to a directory of the
+In each attack the hook is run step by step (tests/container/steps.py), next to a directory of the
 host that nothing may touch (tests/container/canary.py), and with traps in the image
 (tests/container/assault.py). `assault` asserts what holds for all of them: nothing outside the
-container was opened, read, made, changed or mounted on, nothing of the image ran or was loaded on
+container was opened, read, made, changed or mounted on, nothing from the image ran or was loaded on
 the host, and every call of the hook was one that cannot leave the container's root.
 """
 
@@ -76,7 +76,7 @@ def settled(outcome: AttackOutcome) -> None:
 
 
 def assert_own_mounts(outcome: AttackOutcome, *targets: str) -> None:
-    """Require that the container's files at these places are the node's own, and read-only."""
+    """Require that a read-only mount covers each of these places."""
     lines = [line.split(" ") for line in outcome.ran.stdout.splitlines() if " - " in line]
     mounts = {words[4]: words for words in lines}
     for target in targets:
@@ -137,7 +137,7 @@ def test_a_link_at_each_component(
 def test_a_link_whose_target_is_in_the_image_too(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R2: the image has a directory under a path that the host has, too; the hook uses the image's."""
+    """R2: a path exists in the image and on the host; the hook uses that of the image."""
     bundle = node.bundle(LOOK)
     inside = below_root(bundle, canary.path) / place
     inside.parent.mkdir(parents=True)
@@ -240,10 +240,11 @@ def test_links_into_proc_sys_and_dev(
 def test_a_link_does_not_cover_what_the_runtime_mounts(
     node: HookNode, runtime: Runtime, canary: Canary, place: str, target: str
 ) -> None:
-    """R10: a runtime hides files of /proc with its own /dev/null, and leaves them visible where that is missing.
+    """R10: a runtime hides files of /proc with the container's /dev/null, and leaves them visible
+    if that is missing.
 
-    An image that could have the driver or the grant mounted on /dev through a link would see what is hidden (as with
-    CVE-2025-31133).
+    If a link of the image could make the hook mount the driver or the grant on /dev, the container
+    would see these files (as with CVE-2025-31133).
     """
     bundle = node.bundle("cat /proc/timer_list /proc/self/mountinfo; echo end")
     bundle.config["mounts"].append(
@@ -264,8 +265,8 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 def test_files_that_a_runtime_hides_stay_hidden(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R10: if the configuration binds a directory on /dev, runc does not create
-    its own /dev/null in the container.
+    """R10: if the configuration binds a directory on /dev, runc does not create /dev/null in the
+    container.
     """
     bundle = node.bundle("cat /proc/timer_list")
     bundle.config["mounts"] = [m for m in bundle.config["mounts"] if m["destination"] != "/dev"]
@@ -336,8 +337,8 @@ def volume(bundle: DiskBundle, source: Path, destination: str, *options: str) ->
 def test_a_directory_of_the_host_in_the_way(
     node: HookNode, runtime: Runtime, canary: Canary, place: str, *, readonly: bool
 ) -> None:
-    """R3: the hook makes nothing in a volume, whether the configuration or a link of the image put
-    it there.
+    """R3: the hook makes nothing in a volume, whether the volume is mounted at the place or a link
+    of the image leads to it.
     """
     bundle = node.bundle(
         "cat /proc/self/mountinfo",
@@ -369,7 +370,9 @@ def test_a_directory_of_the_host_in_the_way(
 def test_a_volume_that_only_a_link_leads_to_gets_no_files(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3: a volume to which only a link of the image leads does not count as put there by the configuration."""
+    """R3: a volume to which only a link of the image leads does not count as mounted at the place
+    by the configuration.
+    """
     bundle = run_nothing(node.bundle(""))
     source = node.base / "volume"
     source.mkdir()
@@ -457,7 +460,9 @@ def test_a_hostile_environment_and_modules_are_ignored(
     stage: str,
     env: str,
 ) -> None:
-    """R5, R7: the hook ignores the image's environment, working directory and modules, whatever the runtime passes."""
+    """R5, R7: the hook ignores the environment, the working directory and the image's modules,
+    whatever the runtime passes to it.
+    """
     bundle = node.bundle(LOOK)
     module = f"import os\nos.close(os.open({str(traps() / 'marker')!r}, os.O_CREAT))\n"
     names = (
@@ -604,7 +609,9 @@ def test_a_state_that_never_ends(node: HookNode) -> None:
 
 
 def test_mounts_shared_on_the_host_are_private_in_the_container(node: HookNode) -> None:
-    """R8: mirror and grant are on a shared mount, as is everything under systemd; the hook's copies have no peers."""
+    """R8: the mirror and the grant are on a shared mount, as everything is under systemd; the
+    hook's mounts have no peers.
+    """
     from tests.container.held import HeldContainer
 
     bundle = node.bundle("true")
@@ -738,8 +745,8 @@ while True:
 
 
 def impostor(path: Path, grants: str) -> subprocess.Popen[bytes]:
-    """Listen on the governor's socket: grant a directory of the host as the user nobody, or send
-    `endless` data as root.
+    """Listen on the governor's socket: as the user nobody, grant a directory of the host, or as
+    root, send data without end (`endless`).
     """
     process = subprocess.Popen(
         ["/usr/bin/python3", "-c", IMPOSTOR, str(path), grants], stdout=subprocess.PIPE
@@ -776,7 +783,7 @@ PROBE_FILE_C = r"""
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
-/* Try to change a file; report it if that worked. */
+/* Tries to change a file, and reports if that worked. */
 int main(int argc, char **argv) {
         const char *what = argv[1], *path = argv[2];
         int done = -1;
@@ -827,7 +834,9 @@ def test_pages_and_libraries_cannot_be_changed(
 def test_no_file_of_the_image_is_mounted_anywhere(
     node: HookNode, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R1: the image has files like a driver's, under the host's paths as well; the hook mounts the host's files."""
+    """R1: the image has files like a driver's, some of them under the host's paths; the hook mounts
+    the host's files.
+    """
     bundle = node.bundle(
         f"cat /usr/bin/nvidia-smi; cat /run/tidegate/grant; ls /{TARGET}; cat /proc/self/mountinfo"
     )
@@ -859,7 +868,9 @@ def test_no_file_of_the_image_is_mounted_anywhere(
 def test_a_working_directory_and_descriptors(
     node: HookNode, runtime: Runtime, canary: Canary, cwd: str
 ) -> None:
-    """R12: no descriptor of the hook or of the runtime's caller is left; the working directory is the runtime's."""
+    """R12: no descriptor of the hook or of the runtime's caller is open in the container; the
+    runtime sets the working directory.
+    """
     bundle = node.bundle("cd /proc/self/fd; ls -l . | cat; cat /proc/self/mountinfo > /dev/null")
     bundle.config["process"]["cwd"] = cwd
     bundle.config["root"]["readonly"] = cwd == "/var"
@@ -902,7 +913,9 @@ def test_the_hosts_own_root_is_refused(node: HookNode, runtime: Runtime, root: s
 def test_a_link_in_a_user_namespace(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3: what the hook makes is given to the mapped root by descriptor; nothing of the host changes owner."""
+    """R3: what the hook makes is given to the mapped root by descriptor; no file of the host
+    changes its owner.
+    """
     bundle = node.bundle(LOOK)
     put_link(bundle.rootfs / place, str(canary.path / place))
     inside = below_root(bundle, canary.path)
@@ -914,8 +927,8 @@ def test_a_link_in_a_user_namespace(
 
 
 def test_the_traps_work() -> None:
-    """The traps leave their file when run or loaded on the host. Otherwise the other tests, which
-    find no such file, would prove nothing.
+    """Each trap creates its file when it is run or loaded on the host. Otherwise the other tests,
+    which find no such file, would prove nothing.
     """
     marker = traps() / "marker"
     for command, env in (

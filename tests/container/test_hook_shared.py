@@ -1,5 +1,5 @@
 """Containers that share a root file system, as with Podman's `--rootfs`: several of them start and
-end at once.
+end at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.container.test_hook_start import FOUND, PROBE, everything, tree
 AT_ONCE = 8
 ROUNDS = 3
 ASKED = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
-# Check that the container is served at its start, and still after others have come and gone.
+# Check that the container has its files at its start, and still after others started and ended.
 LOOKS = (
     f"{PROBE}; stat -c %s /run/tidegate/grant; sleep {{}}; {PROBE}; stat -c %s /run/tidegate/grant"
 )
@@ -29,7 +29,9 @@ SERVED = f"{FOUND}4096\n" * 2
 
 @pytest.fixture
 def shared(node: HookNode) -> Path:
-    """A root with a cache; the cache's mode, owner and time show whether it was made again."""
+    """A root with an ld.so.cache, whose mode, owner and time show whether it was replaced by
+    another file.
+    """
     root = node.bundle("").rootfs
     cache = root / "etc/ld.so.cache"
     cache.chmod(0o640)
@@ -68,7 +70,9 @@ def run(runtime: Runtime, bundle: DiskBundle, name: str) -> ContainerResult:
 def test_concurrent_starts_and_ends_on_one_root(
     node: HookNode, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:
-    """No start fails, no container loses files that it uses, and the last end removes all of them; ids are reused."""
+    """No start fails, no container loses files that it uses, and the end of the last one removes
+    all of them; ids are reused.
+    """
     node.timeout = 40.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     together = threading.Barrier(AT_ONCE)
@@ -96,8 +100,8 @@ def test_concurrent_starts_and_ends_on_one_root(
 def test_a_failed_start_removes_nothing_of_another_on_its_root(
     node: HookNode, runtime: Runtime, shared: Path
 ) -> None:
-    """The second start begins when the first has made its files. After that, the first is refused,
-    and removes its files.
+    """The second start begins when the first has made its files. Then the first is refused, and
+    removes its files.
     """
     node.timeout = 20.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")

@@ -1,4 +1,6 @@
-"""A root file system that does not answer: the start ends in time, and has no effect afterwards."""
+"""A root file system that does not answer: the start ends at its deadline, and has no effect
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
     f" most likely the container's root file system does not answer; {ANSWERS}"
 )
-# Requests that a start makes to its root file system. The governor admits the container between
-# IMAGE and MAKES.
+# Requests that a start makes to its root file system. The governor admits the container after
+# IMAGE and before MAKES.
 IMAGE, MAKES = ("open", "ld.so.cache"), ("create", ".ld.so.cache.tidegate")
 OTHERS = [
     ("getattr", ""), ("mkdir", "glibc-hwcaps"), ("mkdir", "x86-64-v2"), ("create", "nvidia-smi"),
@@ -90,7 +92,7 @@ def stalling(node: HookNode) -> Stalling:
 
 
 def left(node: HookNode) -> list[str]:
-    """Return the notes that starts have left in the runtime directory."""
+    """Return the names of the notes that starts have left in the runtime directory."""
     traces = node.base / "run/traces"
     return sorted(path.name for path in traces.iterdir()) if traces.exists() else []
 
@@ -150,7 +152,7 @@ def test_a_runtime_waits_no_longer_than_the_deadline(
     way: HookWay, runc: Runtime, stalling: Stalling
 ) -> None:
     """runc waits until the hook and every process that has the hook's outputs have ended."""
-    # The hook's entry was made before the test set the deadline.
+    # The hook's entry was made before the deadline was set.
     for entries in stalling.bundle.config["hooks"].values():
         entries[0]["args"][-2] = str(DEADLINE)
     with stalling.fuse as fuse:
@@ -235,7 +237,7 @@ def test_a_stuck_cleanup_is_abandoned(node: HookNode, way: HookWay, stalling: St
 def test_a_record_of_a_stuck_root_delays_no_other_cleanup(
     node: HookNode, stalling: Stalling
 ) -> None:
-    """Each end of a container checks whether the roots of all notes still exist."""
+    """At each end of a container, the hook checks whether the roots of all notes still exist."""
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         prepare_and_end(node, held)
         node.timeout = ENOUGH

@@ -1,9 +1,9 @@
-"""Races that always hit: the paths that the hook walks, creates and mounts on are changed while the
+"""Races that never miss: the paths that the hook walks, creates and mounts on are changed while the
 hook is stopped between two system calls.
 
-A race that swaps in a loop next to the hook may miss the window for years. These tests hit each
-window, by exchanging names at every step in turn, and by single changes at the steps that create,
-write, rename and mount.
+A program that swaps names in a loop next to the hook may miss the window for years. These tests hit
+each window, by exchanging names at every step in turn, and by single changes at the steps that
+create, write, rename and mount.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def canary(tmp_path: Path) -> Canary:
 
 
 class Swap:
-    """A name of the image and a link to the host next to it; `put(True)` puts the link in the name's place."""
+    """A name of the image and, next to it, a link to the host; `put(True)` puts the link in the
+    name's place.
+    """
 
     def __init__(self, bundle: DiskBundle, canary: Canary, place: str, number: int = 0) -> None:
         self.path = bundle.rootfs / place
@@ -144,7 +146,7 @@ def test_a_directory_that_is_a_link_at_one_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_directories_that_are_links_now_and_then(
+def test_directories_that_become_links_at_random(
     node: HookNode, runtime: Runtime, canary: Canary, seed: int
 ) -> None:
     """R2: several directories change at once, at random; the seed reproduces the changes."""
@@ -254,7 +256,7 @@ CASES = [
 def test_a_name_is_replaced_at_one_moment(
     node: HookNode, runtime: Runtime, canary: Canary, moment: str, thing: str
 ) -> None:
-    """R2, R3, R4, R10: between check and use, the name is made to lead to another file."""
+    """R2, R3, R4, R10: between check and use, another file takes the name."""
     when, place, of_host = MOMENTS[moment]
     bundle = run_nothing(node.bundle(""))
     path = bundle.rootfs / place
@@ -295,8 +297,8 @@ CHECKED = {"x86-64-v2": (TARGET, "/dev"), "tidegate": ("run/tidegate", "/dev"), 
 def test_a_target_that_is_a_link_after_it_was_checked(
     node: HookNode, runtime: Runtime, canary: Canary, name: str
 ) -> None:
-    """R2: the mount is made on the file that was checked, and not on a later file of that name, not
-    even one in the root.
+    """R2: the mount is made on the file that was checked, not on a later file of that name, even if
+    that is in the container's root.
     """
     place, elsewhere = CHECKED[name]
     bundle = run_nothing(node.bundle(""))
@@ -335,8 +337,8 @@ main()
 def test_without_the_rule_the_race_reaches_the_host(
     node: HookNode, canary: Canary, place: str
 ) -> None:
-    """This is the same race against a hook that does not confine its walks: in one of the patterns
-    it reaches the host.
+    """The same race against a hook that does not confine its walks: with one of the patterns the
+    hook reaches the host.
     """
     reached = []
     for number, pattern in enumerate(PATTERNS.values()):
@@ -369,7 +371,9 @@ def test_without_the_rule_the_race_reaches_the_host(
 def test_an_object_of_the_host_disappears_meanwhile(
     node: HookNode, canary: Canary, what: str
 ) -> None:
-    """R2, R13: an object that is gone when the hook enters or mounts it is not looked up again by number or name."""
+    """R2, R13: the hook does not look up an object again by number or name if the object is gone
+    when the hook enters or mounts it.
+    """
     node.own_mirror()
     bundle = run_nothing(node.bundle(""))
     gone = canary.path / "gone"

@@ -35,7 +35,10 @@ ASK_C = r"""
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
-/* Allocate each size given; print which library did it. The program has an RPATH of its own if one is compiled in. */
+/*
+ * Allocates each of the given sizes, and prints which library did so. The program may be linked with
+ * an RPATH.
+ */
 int main(int argc, char **argv) {
         void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *context;
         if (!cuda)
@@ -219,8 +222,8 @@ def test_a_driver_of_the_images_own_comes_after_ours(
 def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
-    """Nothing in config.json names the directory; a script of the image does, or `exec` with an
-    environment.
+    """Nothing in config.json names the directory: a script of the image, or `exec` with an
+    environment, puts it on the path.
     """
     bundle = make(
         "/usr/bin/env", f"LD_LIBRARY_PATH=/{COMPAT}", "/usr/bin/ask", str(3 * GIB), str(GIB)
@@ -303,8 +306,8 @@ def test_a_driver_where_a_loader_looks_before_ours_is_refused(
         compile_c(ASK_C, bundle.rootfs / "opt/ask", "-ldl", "-Wl,-rpath,$ORIGIN/app/lib")
     own_driver(bundle, site, f"{directory}/glibc-hwcaps/{level}")
     if place == "cache":
-        # The image's cache leads there, too. The hook could replace the cache, but it cannot govern
-        # the search along LD_LIBRARY_PATH.
+        # The image's cache also leads to the directory. The hook could replace the cache, but it
+        # cannot control the search along LD_LIBRARY_PATH.
         ldconfig(bundle, directory)
     environment(bundle, f"/{directory}")
     ran = runtime.run(bundle)
@@ -464,7 +467,9 @@ def test_a_driver_that_nvidias_toolkit_brings_is_refused(
 def test_an_image_that_no_driver_can_serve(
     make: Make, runtime: Runtime, kind: str, driver: str
 ) -> None:
-    """The refusal is one line; with `optional` the container runs without a GPU. libcuda cannot use a 32-bit glibc alone."""
+    """The refusal is one line; with `optional` the container runs without a GPU. A 32-bit glibc
+    alone is not enough for libcuda.
+    """
     bundle = make("/bin/hello", driver=driver)
     root = bundle.rootfs
     for path in root.iterdir():

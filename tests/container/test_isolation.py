@@ -1,6 +1,7 @@
 """Containers that attack each other: no container can see, change or connect to what the governor
-keeps for another. A container that writes anything into its own ledger takes nothing from the
-others. The attacker is hostile.c, which runs as root of its container."""
+keeps for another. A container that writes arbitrary values into its own ledger takes nothing from
+the others. The attacker is hostile.c, which runs as root of its container.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class WithHostile(Simulated):
 
 
 def runtime_script(name: str, work: Path) -> str:
-    """Return a script that runs the runtime under a single name: crun needs a mount namespace here."""
+    """Return the path of a script that runs the runtime, for callers that expect a single word:
+    crun needs a mount namespace here.
+    """
     command = Runtime(name, work).command()
     command = command[: command.index("--root")]
     quoted = " ".join(f"'{word}'" for word in command)
@@ -91,7 +94,9 @@ def inside(node: BenchNode, container: Running) -> int:
 
 
 def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
-    """Return an edit of config.json: the user that the process runs as, and a /tmp that it may write to."""
+    """Return an edit of config.json that sets attributes of the process, such as its user, and adds
+    a /tmp that it may write to.
+    """
 
     def edit(config: dict[str, Any]) -> None:
         config["process"] |= process
@@ -120,7 +125,7 @@ def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None
 
 
 def contents(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Map the names in a directory to kind and mode, owner, and size."""
+    """Return the mode (with the file type), the owner and the size of each file in a directory."""
     return {
         one.name: (one.lstat().st_mode, one.lstat().st_uid, one.lstat().st_size)
         for one in path.iterdir()
@@ -171,7 +176,7 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     alone, at_others, others = map(int, tried.groups())
     assert alone > 700
     # In a shared PID namespace, the attacker finds at least the victim's process, and tries many
-    # ways with each process.
+    # kinds of access to each process.
     assert (others > 0) == ("shared" in attacker_kind)
     assert at_others >= 150 * others
     assert contents(has) == before
@@ -184,8 +189,10 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     assert len(done) == 1
 
 
-def test_the_attacker_detects_what_works(node: BenchNode) -> None:
-    """In its own directory the attacker finds what is denied elsewhere. Otherwise the test above would show nothing."""
+def test_the_attacker_detects_accesses_that_succeed(node: BenchNode) -> None:
+    """In its own directory the attacker succeeds with accesses that are denied elsewhere. Otherwise
+    the test above would prove nothing.
+    """
     attacker = node.start(
         "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
         {"memory": "1Gi", "compute": "20"}, edit=as_attacker(),
@@ -370,8 +377,8 @@ def test_nonsense_in_a_ledger_takes_nothing_from_other_containers(node: BenchNod
         if all(0.8 * quota < part < 1.25 * quota for part, quota in shares):
             break
     for i, quota in enumerate(QUOTAS.values()):
-        # If the last measurement was good, it is used alone: it makes up for work that was lost
-        # before it.
+        # A good measurement before the fifth is used alone: in it, a container may make up for work
+        # that it lost in an earlier one.
         parts = [found[-1]] if len(found) < 5 else found
         assert 0.6 * quota < statistics.median(part[i] for part in parts) < 1.4 * quota, found
     # The governor owns its page, which still has the same values.

@@ -111,7 +111,10 @@ static int show(size_t take)
     return 0;
 }
 
-/* Children allocate in turns, so that each gets some, until the driver refuses; they hold it until /out/end exists. */
+/*
+ * Children allocate in turns, so that each gets some memory, until the driver refuses. They keep it
+ * until /out/end exists.
+ */
 static int share(int children, size_t chunk)
 {
     int pipes[16][2], answers[16][2], alive = children, sum = 0;
@@ -195,7 +198,7 @@ def clean(node: BenchNode) -> Iterator[None]:
 
 
 def directories(node: BenchNode) -> set[str]:
-    """Return the governor's directories for containers; a container that is killed leaves its own for good."""
+    """Return the names of the governor's directories for containers."""
     return {path.name for path in (node.runtime_dir / "containers").iterdir()}
 
 
@@ -291,7 +294,7 @@ def test_a_program_sees_its_quota(node: BenchNode) -> None:
     assert seen == {"total": 2 * GIB, "free": free, "of": 2 * GIB, "nvml_total": 2 * GIB}
 
 
-def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: BenchNode) -> None:
+def test_an_allocation_beyond_the_quota_affects_no_other_container(node: BenchNode) -> None:
     neighbour = start_worker(node, "neighbour")
     begin(neighbour)
     command = node.machine.command("burn", inside=True)
@@ -315,7 +318,8 @@ def unit_times(container: Running) -> list[int]:
 def pause_after_kill(node: BenchNode, victim: Running, waiter: Running, how: str) -> int:
     """Kill the victim; return the longest time in the next second in which the waiter did nothing.
 
-    It is in nanoseconds, less the longest time by which this machine delayed the test itself.
+    The result is in nanoseconds, less the longest time by which this machine delayed the test
+    itself.
     """
     pid = node.list_containers()[victim.identifier]["pid"]
     with Stall() as stall:
@@ -354,7 +358,7 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
         if pauses[-1] < 50:
             break
     assert pauses[-1] < 50, f"pauses of {pauses} ms"
-    # The victim's share is free again: all that remained of the memory and of the time.
+    # The victim's share is free again: the heir gets all but the waiter's memory and time.
     heir = start_worker(node, f"heir-{how}", **rest)
     begin(heir)
     assert (

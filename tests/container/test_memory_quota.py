@@ -30,7 +30,7 @@ def test_processes_that_compete_for_memory_do_not_exceed_the_quota(
         # violation.
         assert '"event": "violation"' not in log
         # How soon the memory of a killed process is available is measured only once in a run, and a
-        # busy machine may delay that. Any other fault counts at once.
+        # busy machine may delay that. Any other fault ends the test at once.
         is_late = report["oom_stress"]["returned_ms"] > memory.RETURN_MS
         if len(report["wrong"]) != 1 or not is_late:
             break

@@ -1,4 +1,4 @@
-"""What NVML shows inside a container that works: its own quota, its own process, its own utilisation."""
+"""What NVML shows inside a busy container: its own quota, its own process, its own utilisation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def start(node: BenchNode, name: str, program: list[str], **annotations: str) ->
 
 
 def watch(node: BenchNode, container: Running) -> list[dict[str, Any]]:
-    """Wait for a container's end and return what it saw in its second half, without the last samples."""
+    """Wait for a container's end, and return the samples of the second half of its run, without the
+    last ones.
+    """
     assert node.wait(container, WAIT_S) == 0, container.output
     looks = [json.loads(line) for line in container.output.splitlines() if '"child"' in line]
     assert len(looks) >= 20
@@ -117,7 +119,7 @@ def watch(node: BenchNode, container: Running) -> list[dict[str, Any]]:
 
 
 def check(looks: list[dict[str, Any]]) -> bool:
-    """Check the quota and the process with all that it holds; return whether the GPU is fully used.
+    """Check the quota, the process and its memory; return whether the GPU was fully used.
 
     On a busy machine the workload may launch late, which leaves the GPU idle for a while.
     """

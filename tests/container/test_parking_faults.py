@@ -74,7 +74,7 @@ def answer_of(model: Running, number: int) -> dict[str, Any]:
 
 
 def host_memory(node: BenchNode) -> int:
-    """Return the bytes of the governor's files for parked memory."""
+    """Return how many bytes the governor's files for parked memory occupy."""
     found = 0
     for link in Path(f"/proc/{node.governor_pid}/fd").iterdir():
         try:

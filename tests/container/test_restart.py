@@ -52,8 +52,9 @@ LIMIT = 3 * GIB  # of the processes that compete for memory
 
 FILLER_C = r"""
 /*
- * Takes chunks until there are no more and makes /out/full. Then, whenever /out/ask appears, tries once more, and has
- * another process try to get a context; answers with /out/answer. Ends with /out/end.
+ * Allocates chunks until an allocation fails, and creates /out/full. Then, whenever /out/ask appears,
+ * allocates one more chunk, frees one, allocates one again, has another process try to create a
+ * context, and writes the results to /out/answer. Ends when /out/end exists.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -206,7 +207,7 @@ def end_load(node: BenchNode, stress: Running, allocator: Running) -> None:
     assert node.wait(allocator, 120) == 0, allocator.output
     fought = last_json(allocator.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
-    assert fought["killed"] > 0  # the program ends with the test, however soon that is
+    assert fought["killed"] > 0  # how many depends on the length of the test
     assert fought["refused"]
 
 
@@ -287,9 +288,9 @@ def test_shares_are_right_again_within_a_second(node: BenchNode, number: int) ->
 
 
 def ask_filler(container: Running) -> list[int]:
-    """Have the filler try four things and return their results.
+    """Have the filler make four attempts, and return their results.
 
-    The filler allocates one more chunk, frees one, allocates one again, and makes a context in
+    The filler allocates one more chunk, frees one, allocates one again, and creates a context in
     another process.
     """
     (container.out / "ask").touch()
@@ -307,7 +308,7 @@ def test_a_full_container_stays_full(node: BenchNode) -> None:
         container.out.parent / "output",
         f"{(2 * GIB - 512 * MIB) // CHUNK} chunks, then 2\n",
     )
-    # Its output comes through the runtime, possibly after the file exists.
+    # The output passes through the runtime, and may arrive after the file exists.
     wait_for(lambda: output.read_text() == expected, "what it says")
     # The results: out of memory, freed, allocated again, and no context for another process.
     assert ask_filler(container) == [2, 0, 0, 2]
@@ -356,7 +357,7 @@ def test_containers_and_processes_end_and_start_while_the_governor_is_away(node:
     node.wait(ended, WAIT_S)
     os.kill(int((stays.out / "early.pid").read_text()), signal.SIGKILL)
     known_to_both.wait(WAIT_S)
-    # These processes wait for the next governor, and one of them ends before that.
+    # These processes wait for the next governor, and one of them ends before it starts.
     inside = execute(node, stays, "inside", 600)
     gone = execute(node, stays, "gone", 600)
     wait_for((stays.out / "gone.pid").exists, "it to start")
@@ -398,8 +399,8 @@ def test_a_changed_quota_survives_a_restart(node: BenchNode) -> None:
     other = start_worker(node, "other", compute="80")
     begin(other)
     time.sleep(1.2)
-    # Shares are taken as parts of the sum of both, because other tests take processor time from
-    # both, and in some windows more from one of them.
+    # The share is computed as a fraction of the sum of both, because other tests take processor
+    # time from both, and in some windows more from one of them.
     parts = []
     while not parts or (abs(parts[-1] - 20) >= 4 and len(parts) < 5):
         now = time.monotonic_ns()
@@ -426,7 +427,7 @@ def test_a_start_whose_admission_is_interrupted_fails_and_leaves_nothing(node: B
     time.sleep(0.5)
     node.stop_governor(signal.SIGKILL)
     assert node.wait(container, WAIT_S) != 0
-    # The hook waited for the next governor, and gave up before that started.
+    # The hook waited for the next governor, and gave up before it started.
     assert "tidegate: the governor is not reachable" in container.output, container.output
     node.start_governor()
     assert known(node) == {}

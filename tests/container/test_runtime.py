@@ -140,7 +140,7 @@ def test_a_container_gets_its_gpu_s_nodes_and_the_hook(
 
 
 def test_a_bundle_that_was_edited_is_edited_again(node: HookNode, wrapped: WrappedRuntime) -> None:
-    """This is a restart: the recorded reservation is replaced, and nothing is entered twice."""
+    """This is a restart: the recorded reservation is replaced, and nothing is added twice."""
     bundle = plain(node, "true")
     assert wrapped.run(bundle).status == 0
     first = written(bundle)
@@ -206,7 +206,7 @@ def test_a_refusal_starts_nothing(node: HookNode, wrapped: WrappedRuntime) -> No
     assert written(bundle) == bundle.config
 
 
-def test_a_missing_node_is_named(node: HookNode, wrapped: WrappedRuntime, dev: Path) -> None:
+def test_a_missing_device_node_is_named(node: HookNode, wrapped: WrappedRuntime, dev: Path) -> None:
     (dev / "nvidia-uvm").unlink()
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 73
@@ -279,7 +279,7 @@ def test_other_commands_are_passed_to_the_real_runtime(
 
 
 def precreate(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
-    """Run the stage as Podman does."""
+    """Run the stage precreate as Podman does."""
     done = subprocess.run(
         [*node.hook, "--dev-dir", str(dev), "precreate"],
         input=data,
@@ -385,7 +385,7 @@ def test_containers_can_be_ended_with_a_wrong_configuration(
 
 
 def printing(path: Path, word: str) -> Path:
-    """Make a program in place of a runtime; it prints its name and arguments."""
+    """Make a program that takes the place of a runtime, and prints `word` and its arguments."""
     path.write_text(f'#!/bin/sh\necho {word} "$@"\n')
     path.chmod(0o755)
     return path
@@ -452,8 +452,8 @@ def test_precreate_refuses_a_config_beyond_the_limit(node: HookNode, dev: Path) 
 def test_a_container_of_a_claim_is_left_as_the_engine_made_it(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """CDI has made the device nodes and entered the hook, and the GPUs are already booked, so there
-    is nothing to reserve.
+    """CDI has added the device nodes and the hook, and the GPUs are already booked, so there is
+    nothing to reserve.
     """
     bundle = plain(node, "ls -A /run/tidegate", {"tidegate.gpu/capabilities": "compute"})
     claim = [*node.hook, "--claim", "a-b", "--share"]

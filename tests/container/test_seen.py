@@ -1,4 +1,6 @@
-"""What `tidegate ps`, `top` and `inspect` show about containers that work, compared with their quotas and their work."""
+"""What `tidegate ps`, `top` and `inspect` show about busy containers, compared with their quotas
+and their work.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ ASK_C = r"""
 #include <stdio.h>
 #include <stdlib.h>
 /*
- * Allocates each of the given sizes, and prints which library did so. The program may be linked with
- * an RPATH.
+ * Allocates each of the given sizes, and prints which library did so. The program may be linked
+ * with an RPATH.
  */
 int main(int argc, char **argv) {
         void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *context;

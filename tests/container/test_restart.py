@@ -52,9 +52,9 @@ LIMIT = 3 * GIB  # of the processes that compete for memory
 
 FILLER_C = r"""
 /*
- * Allocates chunks until an allocation fails, and creates /out/full. Then, whenever /out/ask appears,
- * allocates one more chunk, frees one, allocates one again, has another process try to create a
- * context, and writes the results to /out/answer. Ends when /out/end exists.
+ * Allocates chunks until an allocation fails, and creates /out/full. Then, whenever /out/ask
+ * appears, allocates one more chunk, frees one, allocates one again, has another process try to
+ * create a context, and writes the results to /out/answer. Ends when /out/end exists.
  */
 #include <dlfcn.h>
 #include <fcntl.h>

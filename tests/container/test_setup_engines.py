@@ -101,7 +101,9 @@ def site(
 
 
 def answers(site: SetupSite, *command: str) -> str:
-    """Wait until a daemon answers, and return its output."""
+    """Wait until a command that queries a daemon succeeds, and return its output. Raise
+    AssertionError after `RELOAD_S` seconds.
+    """
     deadline = time.monotonic() + RELOAD_S
     while True:
         try:
@@ -354,8 +356,8 @@ def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
 def test_a_file_that_containerd_rejects_is_not_written(
     site: SetupSite, containerd: Callable[[], None]
 ) -> None:
-    """Setup itself does not detect these cases: a file that only the new import brings in, and a
-    section that CRI does not accept.
+    """Setup itself does not detect these cases: an invalid file that only the new import includes,
+    and a section that CRI rejects.
     """
     host = site.host
     version = host.check("containerd", "--version").split()[2].lstrip("v")

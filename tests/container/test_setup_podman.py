@@ -63,7 +63,9 @@ class PodmanSite:
         return ran.stderr
 
     def doctor(self, check: str) -> list[str]:
-        """Return doctor's findings, from outside, because the node lacks the modules that doctor needs."""
+        """Return what one of doctor's checks found. Doctor runs outside the node, because the node
+        lacks the modules that it needs.
+        """
         done = subprocess.run(
             [sys.executable, "-m", "governor.cli", "doctor", "--json", "--root", f"/proc/{self.host.pid}/root"],
             check=False, cwd=ROOT, capture_output=True, text=True,
@@ -134,7 +136,7 @@ def node(
 
 @pytest.fixture
 def site(node: PodmanSite) -> Iterator[PodmanSite]:
-    """The node, on which nothing is set up before the test and after it."""
+    """The node, on which nothing is set up before and after the test."""
     before = node.files()
     yield node
     node.setup("--undo")
@@ -241,7 +243,7 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_reported(site: 
         site.host.check("podman", "run", "--detach", "--pull=never", f"--name={name}", *options, IMAGE, "/usr/bin/sleep", "2")  # fmt: skip
     try:
         restart_asked = "podman restart asks" in site.setup()
-        # The first restart may have begun earlier.
+        # The first restart may have begun before the hooks were set up.
         await_restarts(site, 1)
         site.stages()
         await_restarts(site, 2)

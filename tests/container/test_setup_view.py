@@ -100,7 +100,7 @@ def test_the_engines_output_is_checked(tmp_path: Path) -> None:
         tell("echo fine", tmp_path, check=lambda _said: "the handler is not there")
 
 
-def test_a_missing_program_is_reported_and_none_runs_below_another_root(
+def test_a_missing_program_is_reported_and_no_program_runs_for_another_root(
     tmp_path: Path,
 ) -> None:
     edit = Edit("/etc/engine.conf", None, b"")
@@ -111,7 +111,7 @@ def test_a_missing_program_is_reported_and_none_runs_below_another_root(
     assert validate(Root("/"), Validation(("false",)), []) == []
 
 
-def test_a_link_is_followed_and_its_target_is_what_changes(tmp_path: Path) -> None:
+def test_a_link_is_followed_and_its_target_has_the_new_content(tmp_path: Path) -> None:
     put(tmp_path, "/real/file", "old")
     (tmp_path / "link").symlink_to("real/file")
     script = f"cat {tmp_path}/real/file {tmp_path}/link"

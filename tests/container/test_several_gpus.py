@@ -1,7 +1,8 @@
-"""A node with several GPUs: containers get GPUs that are close to each other, and a quota on each of them.
+"""A node with several GPUs: containers get GPUs that are close to each other, and a quota on each
+of them.
 
-Four simulated GPUs in two pairs with NVLink, 0 with 3 and 1 with 2, so that the order of the indices does
-not give the pairs.
+The node has four simulated GPUs in two pairs with NVLink, 0 with 3 and 1 with 2, so that the pairs
+do not follow from the order of the indices.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ int main(int argc, char **argv)
     FILE *file;
     int n;
 
-    /* As a program that does not know which GPUs are its own. */
+    /* Without the variable, does what a program that does not know its GPUs has to do. */
     if (!getenv("CUDA_VISIBLE_DEVICES")) {
         file = fopen("/run/tidegate/devices", "r");
         must(!file || !fgets(own, sizeof(own), file), "/run/tidegate/devices");
@@ -242,7 +243,7 @@ def taken(container: Running) -> list[int]:
 def fill(node: BenchNode, start_one: Callable[[str], Running], room: list[int]) -> Running:
     """Start up to three probes, until one fills its GPUs, and return it.
 
-    `room` is what it is to take on each GPU, in bytes. If this machine delays the governor by a
+    `room` is how many bytes it has to take on each GPU. If this machine delays the governor by a
     second, the library does not wait until the contexts are measured, and a probe may get less. No
     probe may get more.
     """
@@ -329,14 +330,14 @@ def test_a_program_on_a_gpu_that_was_not_granted_gets_a_message(node: BenchNode)
     ) in container.output
 
 
-def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
+def test_a_single_gpu_is_taken_from_a_broken_pair_first(node: BenchNode) -> None:
     names = iter("abcdef")
 
     def place(**annotations: str) -> list[int]:
         return indices(node, start(node, f"place-{next(names)}", "work", "1", **annotations))
 
     assert place(compute="60") == [0]
-    assert place(compute="60") == [3]  # its pair is broken
+    assert place(compute="60") == [3]  # its pair is already broken
     assert place(count="2", compute="60") == [1, 2]
     assert place(compute="40") == [0]  # as full as GPU 3, and with a lower index
     refused = start(node, "refused", "work", "1", count="2", compute="50")

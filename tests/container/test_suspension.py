@@ -1,7 +1,8 @@
-"""Containers that are suspended and resumed with the driver's checkpoint calls, on the simulated GPU.
+"""Containers that are suspended and resumed with the driver's checkpoint calls, on the simulated
+GPU.
 
-What is on the GPU is read from the device file. The containers run under runc, with the real hook, control library and
-governor.
+The GPU's memory and work are read from the device file. The containers run under runc, with the
+real hook, control library and governor.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_other_containers_get_the_time_of_a_suspended_one(node: BenchNode) -> No
     suspend(node, one)
 
     def busy_part() -> float:
-        """Return the part of the next second in which the GPU works."""
+        """Return the fraction of the next second for which the GPU works."""
         before = simgpu.status(node.machine.directory / "gpu0")
         time.sleep(1)
         after = simgpu.status(node.machine.directory / "gpu0")
@@ -240,7 +241,7 @@ def test_memory_of_a_suspended_container_stays_charged(node: BenchNode) -> None:
 def test_a_container_that_undoes_its_suspension_gains_nothing(
     node: BenchNode, build_dir: Path
 ) -> None:
-    """The driver lets the container's processes restore each other; here the test does so."""
+    """The driver lets the container's processes restore each other; here the test restores them."""
     container = worker(node, "--depth", "8", compute="20", **{"compute-limit": "20"})
     suspend(node, container)
     (pid,) = node.list_containers()[container.identifier]["processes"]

@@ -1,7 +1,8 @@
-"""The units of packaging/systemd under a real systemd: PID 1 of a container, with a driver of small ELF files.
+"""The units of packaging/systemd under a real systemd, which is PID 1 of a container; the driver
+consists of small ELF files.
 
-The container has a root file system of its own, copied from this host: systemd, journald, Python and their libraries,
-and only those units that a boot needs. The host's systemd is not touched.
+The container has a root file system of its own, copied from this host: systemd, journald, Python
+and their libraries, and only those units that a boot needs. The host's systemd is not touched.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def config(rootfs: Path) -> str:
     binds = {
         "/opt/python": sys.base_prefix,
         "/opt/packages": sysconfig.get_path("purelib"),
-        # As installed: code in a checkout would use the control library that is built there.
+        # The packages are where an installation has them, because code in a checkout would use the
+        # control library that is built there.
         **{f"/opt/tidegate/{package}": str(ROOT / package) for package in CODE},
     }
     tmpfs = {
@@ -245,14 +247,14 @@ class BootedContainer:
         return [line.split()[0] for line in lines]
 
     def in_force(self) -> str | None:
-        """Return the generation in force, without its digest."""
+        """Return the driver version of the generation in force, or None if there is none."""
         try:
             return str((self.driver_dir / "current").readlink()).split("-")[0]
         except OSError:
             return None
 
     def story(self) -> str:
-        """Return what systemd and the units logged, for a test that fails."""
+        """Return what systemd and the units logged, for the message of a failed test."""
         console = (self.base / "console").read_text(errors="replace")
         return "\n".join([console, *self.journal("tidegate-*"), self.systemctl("status")])
 
@@ -302,7 +304,7 @@ def machine(tmp_path: Path, systemd_rootfs: Path) -> Iterator[BootedContainer]:
         machine.end()
 
 
-def test_at_boot_the_mirror_is_there_before_a_container_engine_starts(machine):
+def test_at_boot_the_mirror_exists_before_a_container_engine_starts(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     engine = "[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=sh -c ': < {}'\n"
     made = "/var/lib/tidegate/driver/current/manifest.json"
@@ -358,7 +360,7 @@ def test_ten_drivers_within_a_second_end_with_the_last_one_mirrored(machine):
 
 
 @pytest.mark.slow
-def test_a_change_while_a_refresh_runs_leads_to_another(machine):
+def test_a_change_during_a_refresh_causes_another_refresh(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.boot()
     put(machine.rootfs / "hold", b"")
@@ -394,7 +396,7 @@ def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until
 
 
 @pytest.mark.slow
-def test_a_refresh_that_fails_temporarily_is_tried_five_times_and_after_a_change(machine):
+def test_a_refresh_that_fails_temporarily_is_tried_five_times_and_again_after_a_change(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.drop_in(REFRESH, "[Service]\nRestartSec=100ms\n")
     control = machine.rootfs / "usr/lib/tidegate" / TRIPLET
@@ -429,7 +431,7 @@ def test_each_path_at_which_a_driver_may_appear_is_watched_before_it_exists(mach
         machine.until(
             lambda: machine.show(CHANGED, "ActiveState") == "activating", f"{name}: no refresh"
         )
-        # Other tests cover the pause.
+        # Other tests cover the rest of the service, a pause and a refresh.
         machine.systemctl("stop", CHANGED)
     assert machine.show(PATH, "ActiveState") == "active"
     assert machine.failed() == [CHANGED], machine.story()

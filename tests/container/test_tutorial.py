@@ -1,6 +1,8 @@
-"""docs/tutorial.md, run unchanged: each of its commands in one shell, on the simulated GPU, and what they print.
+"""Run the commands of docs/tutorial.md in one shell, on the simulated GPU, and compare their output
+with the page.
 
-There are two differences: nothing is built, and the container's program works for 8 s instead of 60.
+Two commands differ from the page: nothing is built, and the container's program works for 8 s
+instead of 60.
 
 The shell sees the machine's files, but has its own /run, /var/lib and /dev/shm, so that the
 tutorial can use the paths of a node. A change of the page changes the input of this test.
@@ -91,7 +93,7 @@ def play() -> dict[str, str]:
     try:
         out, _ = shell.communicate(timeout=120)
     finally:
-        # This includes the governor, if the page did not run to its end.
+        # This also kills the governor, if the page did not run to its end.
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
     assert shell.returncode == 0, out

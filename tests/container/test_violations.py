@@ -252,7 +252,7 @@ def test_work_without_a_grant_is_reported_within_two_seconds(
     def play() -> list[float]:
         with place() as node:
             neighbour = burner(node, "neighbour", compute="40")
-            # What a start leaves behind is not counted, so the culprit pauses before it works.
+            # Utilisation soon after a start is not counted, so the culprit pauses before it works.
             culprit = start(
                 node, "culprit", *ways, "sleep:1500", "began", "burn:3000", "sleep:60000"
             )
@@ -330,7 +330,7 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert len(node.list_containers()) == len(node.running) == 6
         long = [one for one in node.list_containers().values() if one["id"].endswith("-long")]
         reported = long[0]["devices"][0]
-        # Without this the test would show nothing: the container was charged more time than its
+        # Without this the test would prove nothing: the container was charged more time than its
         # grants can last, so its work has outlasted them.
         assert reported["held_ns"] > reported["grants"] * 150_000_000
 
@@ -429,7 +429,7 @@ def test_no_container_stays_frozen_after_the_governor_ends(
         began(culprit)
         record = node.runtime_dir / "frozen.json"
         # The second freeze lasts two seconds, and each later one longer. The test stops the
-        # governor earlier, so the end of that time cannot thaw the container.
+        # governor before that time ends, so its end cannot be what thaws the container.
         wait_for(
             lambda: len(events(node, "container-frozen")) >= 2 and record.exists(), "a long freeze"
         )
@@ -503,7 +503,9 @@ def expect_quota(node: BenchNode, pids: list[int]) -> None:
 
 
 def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Place) -> None:
-    """The container has its own driver, endless kernels and a neighbour that leaves time unused. It continues to work."""
+    """The container has its own driver, endless kernels and a neighbour that leaves time unused.
+    The container keeps running.
+    """
     with place(on_violation="limit", scheduling="hardware") as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "own", "began", "burn:60000", compute="20")
@@ -528,7 +530,9 @@ def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Pla
 def test_a_program_that_bypasses_the_library_and_undoes_its_suspension_is_held_to_the_quota(
     place: Place, build_dir: Path, *, joins: bool
 ) -> None:
-    """The driver lets processes of a container restore each other; here the test does it. The process may also have registered."""
+    """The driver lets processes of a container restore each other; here the test restores the
+    program, which may have registered before.
+    """
     with place(on_violation="limit", scheduling="hardware") as node:
         steps = [*(["join"] if joins else []), "own", "began", "burn:60000"]
         culprit = start(node, "culprit", *steps, compute="20")

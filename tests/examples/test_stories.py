@@ -1,5 +1,5 @@
-"""Play each story on the simulated GPU, and check that it has the results that it states itself and
-on its page.
+"""Play each story on the simulated GPU, and check that the results are those that the story and its
+page state.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def scratch(tmp_path):
     shutil.rmtree(ROOT / "build/stories" / name, ignore_errors=True)
 
 
-def test_a_story_with_other_results_reports_them_and_ends_with_1(require, build_dir, scratch):
+def test_a_story_with_unexpected_results_reports_them_and_exits_with_1(require, build_dir, scratch):
     require("runc")
     done = play(scratch(), build_dir)
     assert done.returncode == 1, done.stderr
@@ -105,7 +105,7 @@ def test_a_story_with_other_results_reports_them_and_ends_with_1(require, build_
     assert done.stderr.endswith("run: not as expected: the answer\n")
 
 
-def test_a_container_that_fails_ends_a_story_with_a_line_and_leaves_nothing(
+def test_a_container_that_fails_ends_a_story_with_one_line_and_leaves_nothing(
     require, build_dir, scratch
 ):
     require("runc")

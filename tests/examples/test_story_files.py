@@ -333,7 +333,7 @@ def test_variables_of_the_library_are_removed_and_others_stay():
     assert any("CUDA_DISABLE_CONTROL has no equivalent" in line for line in said)
 
 
-def test_pod_templates_are_found_and_all_else_passes_through():
+def test_pod_templates_are_converted_and_other_documents_are_unchanged():
     template = {key: pod({"nvidia.com/gpumem": 500})[key] for key in ("metadata", "spec")}
     meta = {"name": "x"}
     documents = [

@@ -4,12 +4,12 @@
  *
  * `arbiter_pages SECONDS SEED anything|idle|done`. Three containers are honest: one on each GPU and
  * one on both, each with 25 % of its GPUs. Two others, one of them on both GPUs, write random words
- * at random offsets as fast as they can, and wake the threads. With `idle` they request the GPU
+ * at random offsets in quick succession, and wake the threads. With `idle` they request the GPU
  * instead and do not use it; with `done` they release each grant immediately. A sixth container is
  * added and removed repeatedly. The program prints, as JSON, the shares of the three, the longest
- * time without a heartbeat, and the fraction of a processor that the threads used while the ledgers
- * of the two contained arbitrary values and no container woke them. A sanitizer reports other
- * errors.
+ * time without a heartbeat, and, for `anything`, the fraction of a processor that the threads used
+ * while the ledgers of the two contained arbitrary values and the two did not wake the threads. A
+ * sanitizer reports other errors.
  */
 #include "layout.gen.h"
 #include "os.h"
@@ -245,7 +245,7 @@ static void scribble(struct container *c)
     }
 }
 
-/* The quickest possible answer to a grant. */
+/* Answers grants as quickly as possible. */
 static void answer(struct container *c)
 {
     for (uint32_t device = 0; device < c->n; device++) {

@@ -49,8 +49,8 @@ def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
     container that steals time would leave nothing.
     """
     done = subprocess.run(
-        # Addresses are not randomised: sanitizers need their shadow memory at addresses where
-        # mappings could be.
+        # Addresses are not randomised: random mappings may collide with the shadow memory of the
+        # sanitizers.
         ["setarch", "-R", program, str(seconds), str(seed), liars],
         capture_output=True, text=True, check=False, timeout=seconds + 60,
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1"},

@@ -53,7 +53,7 @@ static const char *const names[] = {"silent", "unused",   "hold",      "stopped"
 struct container {
     char *grant, *ledger;
     int32_t tenant;
-    uint32_t signal;  /* of its grant page, when it last read it */
+    uint32_t signal;  /* of its grant page, at its last action */
     uint64_t next_ns; /* when it acts next, unless its grant page changes earlier */
     /* honest */
     bool works;
@@ -63,7 +63,7 @@ struct container {
     uint64_t buckets[N_BUCKETS];
     /* a liar */
     enum behaviour behaviour;
-    bool away;           /* silent in this period */
+    bool away;           /* silent until the next draw in main() */
     uint64_t stretch_ns; /* when its behaviour ends */
     uint64_t give_ns;    /* when it releases its grant */
 };
@@ -87,7 +87,7 @@ static uint64_t draw(uint64_t below)
     return seed % below;
 }
 
-/* A time from 2^least to 2^most ns; each power of two is as likely as the next. */
+/* Returns a time from 2^least to 2^most ns; each power of two is equally likely. */
 static uint64_t some_time(unsigned int least, unsigned int most)
 {
     unsigned int bits = least + (unsigned int)draw(most - least);
@@ -121,14 +121,14 @@ static void begin(struct container *c, uint32_t share)
         abort();
 }
 
-/* A byte on its socket wakes the runner. */
+/* Wakes the runner after WAKE_NS, as a byte on its socket does. */
 static void poke_runner(void)
 {
     if (wake_ns > clock_ns + WAKE_NS)
         wake_ns = clock_ns + WAKE_NS;
 }
 
-/* Works for as long as its grant lasts, and always wants the GPU. */
+/* Acts as an honest container: it always wants the GPU, and works while its grant lasts. */
 static void work(struct container *c)
 {
     struct grant_device *grant = grant_of(c);
@@ -331,7 +331,7 @@ static void act(struct container *c, bool lies)
         work(c);
 }
 
-/* A change of its grant page wakes a container. */
+/* Wakes a container after WAKE_NS if its grant page has changed. */
 static void notice(struct container *c)
 {
     if (grant_of(c)->signal != c->signal && c->next_ns > clock_ns + WAKE_NS)

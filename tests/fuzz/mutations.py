@@ -55,7 +55,7 @@ def hold_to_the_contract(content: bytes) -> None:
             library: Any = _answer(read_library, path)
             first = counted.calls
             exports: Any = _answer(read_exports, path)
-    # One read more than the limit is needed to detect that the limit is reached.
+    # A read beyond the limits is refused before it calls os.pread.
     assert max(first, counted.calls - first) <= module.MAX_READS
     assert counted.bytes <= 2 * module.MAX_BYTES
     if library is not None:
@@ -111,7 +111,7 @@ def _alarm() -> Iterator[None]:
 
 
 def bases() -> list[bytes]:
-    """Return real files of both classes: with everything, without sections, a plain library, a
+    """Return ELF files of 32 and 64 bits: with all parts, without sections, a plain library, and a
     program.
     """
     found = []
@@ -127,7 +127,7 @@ def bases() -> list[bytes]:
 
 @st.composite
 def mutated_elf(draw: st.DrawFn) -> bytes:
-    """Generate a real file with up to six changes, most of them in parts that readers use."""
+    """Generate one of `bases` with up to six changes, most of them in parts that readers use."""
     originals = bases()
     original = draw(st.sampled_from(originals))
     content = bytearray(original)
@@ -160,7 +160,7 @@ def mutated_elf(draw: st.DrawFn) -> bytes:
 
 
 def cache_bytes() -> bytes:
-    """Return a loader's cache of three libraries, after a cache in the older format."""
+    """Return a loader's cache of three libraries that follows a cache in the older format."""
     strings = b"liba.so.1\0/x/liba.so.1\0/usr/lib/libcuda.so.1\0"
     names = ((0, 10), (3, 13), (33, 23))
     base = 48 + 24 * len(names)

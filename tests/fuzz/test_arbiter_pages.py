@@ -24,7 +24,7 @@ def test_arbitrary_ledgers_do_not_keep_other_containers_from_computing(tmp_path,
 
 
 @pytest.mark.parametrize("remains", [True, False])
-def test_an_hour_of_false_reports_changes_no_other_share(tmp_path, remains):
+def test_an_hour_of_false_reports_costs_honest_containers_no_time(tmp_path, remains):
     program = ledger_hour.build(tmp_path)
     for _ in range(4):
         ledger_hour.hold(program, 3600, time.time_ns() % (1 << 32), remains=remains)

@@ -1,5 +1,5 @@
-"""Test documents from outside, for TIDEGATE_FUZZ_SECONDS seconds each (default 60): mutations of the corpus, and coverage-guided
-inputs.
+"""Test how documents from outside are judged, for TIDEGATE_FUZZ_SECONDS seconds each (default 60): mutations of the corpus, and
+coverage-guided inputs.
 
 Both kinds are checked with `tests.fuzz.documents.hold`. Coverage guidance comes from Atheris (libFuzzer for Python), which the
 usual environment does not include: `tools/fuzz-environment` makes a separate one next to .venv, from requirements-fuzz.lock.
@@ -20,13 +20,13 @@ SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
 EXAMPLES = 1000
 ATHERIS = ROOT / "build/fuzz/bin/python"
 MIB = 512
-"""Memory limit in MiB. Atheris, the schemas and a document take 200. A document that needs more than the limit shows a bug."""
+"""Memory limit in MiB. Atheris, the schemas and a document take 200. Exceeding the limit shows a bug."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_document_is_judged_as_its_schema_says(kind):
     end = time.monotonic() + SECONDS
-    first = time.time_ns()  # different in each run; hypothesis prints what fails
+    first = time.time_ns()  # different in each run; hypothesis prints the failing example
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
 
@@ -46,7 +46,7 @@ def test_any_document_is_judged_as_its_schema_says(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_document_is_judged_as_its_schema_says_by_coverage(kind, tmp_path):
+def test_any_coverage_guided_document_is_judged_as_its_schema_says(kind, tmp_path):
     if not ATHERIS.exists():
         lack("needs Atheris: run tools/fuzz-environment")
     seeds = tmp_path / "seeds"

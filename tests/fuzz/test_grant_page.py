@@ -1,10 +1,10 @@
 """Test the control library with a grant page of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds.
 
-Only the governor writes the page, so invalid content means a bug in the governor, or another version
-of it. A governed process must survive that: no crash, and no call that never returns. Where the page
-closes the grant, calls have to wait, and return when the page is valid again. The library has no
-options of its own that could be fuzzed together with the page: it reads no environment variable and
-no other file.
+Only the governor writes the page, so invalid content means a bug in the governor, or a governor of
+another version. A governed process must survive that: no crash, and no call that never returns. If
+the page closes the grant, calls have to wait, and return when the page is valid again. The library
+has no options that could be fuzzed together with the page: it reads no environment variable and no
+other file.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from tests.conftest import lack
 
 SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
 LIMIT_MS = 5000
-"""Limit in milliseconds after which a call counts as hanging: nothing here closes the grant for more
-than 0.2 s.
+"""Limit in milliseconds after which a call counts as hanging: the tests never close the grant for
+more than 0.2 s.
 """
 UUID = simgpu.device_uuid(1, 0).bytes
 SECOND_NS = 1_000_000_000
@@ -43,7 +43,7 @@ FIELDS = [
 
 
 class StressProgram:
-    """The stress program in a sandbox, on a simulated GPU of its own."""
+    """The stress program in a sandbox, on a separate simulated GPU."""
 
     def __init__(self, work: Path, build: Path, **fields: int) -> None:
         self.work = work
@@ -54,7 +54,7 @@ class StressProgram:
         self.room = GrantSandbox(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start the program, with its standard error in its output."""
+        """Start the program, with its standard error redirected to its output."""
         return subprocess.Popen(
             self.room.command(str(self.build / "stress"), "--limit-ms", str(LIMIT_MS), *options),
             env={
@@ -70,7 +70,7 @@ class StressProgram:
 
 @pytest.fixture
 def governed(build_dir):
-    """A governed process, if this machine allows mount namespaces."""
+    """Yield a governed program; skip the test if this machine does not allow mount namespaces."""
     with tempfile.TemporaryDirectory() as work:
         made = StressProgram(Path(work), build_dir)
         with made.room:
@@ -93,7 +93,7 @@ def finish(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def number(draw: random.Random) -> int:
-    """Draw a number that is likely to cause trouble."""
+    """Draw a number that is likely to expose an error."""
     now = time.monotonic_ns()
     return draw.choice(
         [
@@ -208,7 +208,7 @@ AWAY = {
 
 
 @pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)
-def test_a_process_continues_whatever_its_page_had_when_the_governor_died(governed, fields):
+def test_a_process_continues_whatever_its_page_contained_when_the_governor_died(governed, fields):
     process = governed.start(
         "--seconds", "2", "--threads", "2", "--wait-file", str(governed.work / "end")
     )

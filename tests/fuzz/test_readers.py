@@ -26,7 +26,7 @@ EXAMPLES = 1000
 )
 def test_a_damaged_file_is_refused_or_read(contents, hold):
     end = time.monotonic() + SECONDS
-    first = time.time_ns()  # different in each run; hypothesis prints what fails
+    first = time.time_ns()  # different in each run; hypothesis prints the failing example
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
 

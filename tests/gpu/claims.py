@@ -48,11 +48,11 @@ SETTLE_S = 1.0
 PART_NS = 4 * NS_PER_S
 LEAST = 0.97
 """Lower bound of the delivered share as a fraction of the quota. When all of the GPU's time is guaranteed, every container
-pays for hand-overs (the aim for saturating tenants in docs/benchmarks.md).
+loses time to hand-overs. The bound is the aim for saturating tenants in docs/benchmarks.md.
 """
 MOST = {"timeslice": 1.01, "mps": 1.025}
 """Upper bound of the delivered share as a fraction of the quota, by strategy. Under mps the last work of a holder runs
-together with the first work of the next, so all containers get more.
+at the same time as the first work of the next, so all containers get more.
 """
 BESIDE = 0.06
 """Share that two processes of one quota may lose in addition to the loss of two processes that the driver time-slices:
@@ -63,7 +63,7 @@ WAIT_S = 60.0
 
 
 class StoredClaims:
-    """A stand-in for the API server: ResourceClaims as a scheduler leaves them, by name."""
+    """A stand-in for the API server: allocated ResourceClaims, by name."""
 
     def __init__(self) -> None:
         self.documents: dict[str, dict[str, Any]] = {}
@@ -74,7 +74,7 @@ class StoredClaims:
         return self.documents[name]
 
     def add(self, name: str, uuid: str, memory_mib: int, compute: int) -> Reference:
-        """Store a strict claim of a part of a GPU, already allocated."""
+        """Store an allocated, strict claim of a part of a GPU; return its reference."""
         uid = f"00000000-0000-4000-8000-{len(self.documents):012d}"
         parameters = {
             "apiVersion": "tidegate.gpu/v1",
@@ -141,7 +141,7 @@ class ClaimSite:
         return reference
 
     def start(self, name: str, reference: Reference, *arguments: str) -> Running:
-        """Start a container that uses a claim: it has no annotation of ours, and no device node but the claim's."""
+        """Start a container to which only the claim's CDI file adds device nodes and hooks."""
 
         def edit(config: dict[str, Any]) -> None:
             config["hooks"] = {}
@@ -156,14 +156,14 @@ class ClaimSite:
         return self.node.start(name, command, {}, edit=edit)
 
     def work(self, name: str, reference: Reference) -> Running:
-        """Start a container that begins to work on request."""
+        """Start a container that begins to work when `/out/begin` exists."""
         seconds = str(SECONDS + SETTLE_S + 2)
         files = ("--out", "/out/progress.bin", "--wait-file", "/out/begin")
         return self.start(name, reference, "--seconds", seconds, *files)
 
 
 def apply(config: dict[str, Any], edits: Mapping[str, Any]) -> None:
-    """Apply CDI edits as the specification requires, as far as our edits need it."""
+    """Apply CDI edits as the specification requires, as far as Tidegate's edits need it."""
     for hook in edits.get("hooks", ()):
         entry = {key: value for key, value in hook.items() if key != "hookName"}
         config["hooks"].setdefault(hook["hookName"], []).append(entry)
@@ -182,7 +182,8 @@ def run_together(
 ) -> list[list[float]]:
     """Run containers side by side, and call `halfway` in the middle.
 
-    Return what each delivered in the 4 s after the beginning and in the last 4 s, in percent of what it delivers alone.
+    Return what each delivered in 4 s near the beginning and in the last 4 s, in percent of what it delivers alone. The
+    first span begins SETTLE_S seconds after all containers have begun.
     """
     node = site.node
     node.wait_ready([one.out / "begin.ready" for one in containers], WAIT_S)
@@ -204,7 +205,7 @@ def run_together(
 
 
 def run_natively(machine: Machine, profile: Profile) -> list[float]:
-    """Run two processes side by side without containers; return the share that each delivered."""
+    """Run two processes without containers; return each one's share of what it delivers alone."""
     files = [machine.work / "solo" / f"pair-{i}.bin" for i in range(2)]
     processes = [
         subprocess.Popen(
@@ -283,7 +284,7 @@ def look_at_members(report: WrapperReport, site: ClaimSite, profile: Profile) ->
 
 
 def look_at_refusals(report: WrapperReport, site: ClaimSite) -> None:
-    """Request more than the GPU has, and use a claim that was taken back."""
+    """Request more memory than the GPU has left, and use a claim that was taken back."""
     most = int(site.gpu["memory_left"]) // MIB
     try:
         site.prepare("vast", most + 1024, 10)

@@ -1,18 +1,18 @@
 /*
  * The coverage probe: calls every function that cuda.h declares, in every form, and reports
- * what each call did to the GPU.
+ * the effect of each call on the GPU.
  *
- *   coverage_probe --list                       lists names, cases and reasons; calls nothing
+ *   coverage_probe --list                       lists names, variants and reasons; calls nothing
  *   coverage_probe [--block MiB] [--only NAME]  prints a JSON line for each call
  *
  * The coverage probe does not use libcontrol's table. Memory is what NVML reports before and after
  * a call. GPU time is measured by events that are recorded through the original driver, while
- * the legacy stream is held until the call has returned. In a container with a quota it also
- * reports how the process's slot of the ledger changed. tests/gpu/coverage_probe.py runs it on the
- * bare machine and in a container, and compares.
+ * the legacy stream is held until the call has returned. In a container with a quota the program
+ * also reports how the process's slot of the ledger changed. tests/gpu/coverage_probe.py runs the
+ * program on the bare machine and in a container, and compares the results.
  *
  * Calls share a process until one of them leaves the context unusable, kills the process or hangs,
- * or needs a separate process (OWN). The calls themselves are in coverage_probe_cases.h.
+ * or needs a separate process (OWN). The calls themselves are in coverage_probe_calls.h.
  */
 #define _GNU_SOURCE
 /* Declares each form under the name by which the driver exports it. */
@@ -50,17 +50,17 @@
 #define HOLD_NS 30000000   /* a call that takes longer waits for the GPU */
 #define SETTLE_NS                                                                                  \
     1000000000ull /* time in which the account must show what the driver did on its own */
-#define SETTLED_NS 1200000000ull /* the findings settle when nothing changes for this long */
+#define SETTLED_NS 1200000000ull /* findings without a change for this long have settled */
 #define SMALL      (4 << 20)     /* bytes that the driver may take for itself in any call */
-#define TOOK       (2 << 20)     /* bytes */
+#define TOOK       (2 << 20)     /* smallest change of memory that counts, in bytes */
 #define WORKED_US  40
 #define ROUNDS     3 /* repetitions of a call that waits: the fastest counts */
 #define ABSENT     ((CUresult) - 1)
 #define CONTROLLED "tidegate-ledger"
 
 enum {
-    PTDS = 1 << 0,  /* the form for the per-thread default stream exists, too */
-    PTSZ = 1 << 1,  /* the same, with the other suffix */
+    PTDS = 1 << 0,  /* the form for the per-thread default stream exists, with suffix _ptds */
+    PTSZ = 1 << 1,  /* the same, with suffix _ptsz */
     OWN = 1 << 2,   /* needs a separate process */
     BARE = 1 << 3,  /* needs to run without a context; implies OWN */
     OLD = 1 << 4,   /* needs a context of the 32-bit interface */
@@ -75,7 +75,7 @@ struct one {
     const char *name;
     const char *variant; /* distinguishes several calls of the function */
     const char *reason;  /* why it cannot be called here, or NULL */
-    unsigned place;      /* its line, for the order of the reference */
+    unsigned place;      /* line in coverage_probe_calls.h, for the order of the calls */
     unsigned flags;
     void (*prepare)(void);
     CUresult (*call)(void *target);
@@ -127,7 +127,7 @@ static void *find_original(const char *name)
     return found ? found : (void *)absent;
 }
 
-/* A function as a program finds it, and as the driver exports it. */
+/* A function as a program finds it, and as the original driver exports it. */
 #define CU(name)     ((typeof(&name))find(#name))
 #define DRIVER(name) ((typeof(&name))find_original(#name))
 
@@ -213,7 +213,7 @@ static struct memory memory_now(void)
 
     if (nvml.memory && nvml.memory(nvml.device, &info) == 0)
         m.device = (int64_t)info.used;
-    /* No other program runs, so a sum needs no pids, which are different in a container. */
+    /* No other program runs, so the sum is taken without pids, which differ in a container. */
     if (nvml.processes && nvml.processes(nvml.device, &n, list) == 0 && n) {
         m.processes = 0;
         for (unsigned int i = 0; i < n; i++)
@@ -339,7 +339,7 @@ static bool watch_set(uint64_t until)
     return fired;
 }
 
-/* The events and the word are made directly by the driver, so that nothing governs them. */
+/* The events and the word are created by the original driver, so that they are not governed. */
 static void gate_make(void)
 {
     pthread_t thread;
@@ -485,7 +485,7 @@ static void settle(void)
     }
 }
 
-/* Returns whether memory was taken or freed, or the GPU worked, and no counter says so yet. */
+/* Returns whether memory was taken or freed, or the GPU worked, and no counter shows it yet. */
 static bool unnoticed(const struct counters *from, const struct counters *to,
                       const struct memory memory[2], double gpu_us, bool late)
 {
@@ -544,7 +544,8 @@ static bool judge(const struct one *one, const char *suffix)
         if (!recorded && !between(&ms))
             gpu_us = ms * 1e3;
         if (waited) {
-            /* The events include time of the host: only what grows with the work is GPU time. */
+            /* The time between the events includes host time; only the part that grows with the
+             * work is GPU time. */
             gpu_us = -1;
             if ((one->flags & SIZED) && !r) {
                 double most = ungated_us(one, target, block, 2000000);
@@ -564,8 +565,8 @@ static bool judge(const struct one *one, const char *suffix)
         DRIVER(cuCtxSynchronize)();
     memory[1] = memory_now();
     counters[2] = counters_now();
-    /* What a call takes itself must be charged at once. What the driver takes or frees on its
-     * own is found by a later sample, and launches are counted a little later. */
+    /* Memory that a call takes itself must be charged at once. Memory that the driver takes or
+     * frees on its own is found by a later sample, and launches are counted a little later. */
     if (ledger) {
         uint64_t end = now_ns() + SETTLE_NS;
 
@@ -594,7 +595,7 @@ static bool judge(const struct one *one, const char *suffix)
     return !(one->flags & (OWN | BARE)) && w.context && DRIVER(cuCtxSynchronize)() == 0;
 }
 
-/* Makes what the calls of a kind need; on failure, `failure` says why. */
+/* Creates what the calls of a kind need; on failure, `failure` says why. */
 static bool child_start(unsigned kind)
 {
     if (setjmp(unprepared))

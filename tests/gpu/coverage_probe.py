@@ -41,7 +41,7 @@ WORKED_US = 40.0
 apart.
 """
 WAITED_US = 100.0
-"""The same for a call that waits: its time is a difference of host times, which are less exact."""
+"""The same for a call that waits: a difference of two times with host time, which is less exact."""
 OUT_OF_MEMORY = 2
 SMALL_CHANGE = 4 * MIB
 """Memory in bytes that the driver may take or free for itself in any call: the governor finds it
@@ -59,7 +59,7 @@ CONTROLS = {
     "cuMemcpyDtoD_v2": "work",
     "cuMemsetD8_v2": "work",
 }
-"""Calls with a known effect: if the coverage probe does not see it, none of its verdicts count."""
+"""Calls with a known effect: if the coverage probe misses an effect, none of its verdicts counts."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def listed(program: Path) -> frozenset[str]:
 
 
 def read_rows(text: str) -> dict[Key, Row]:
-    """Return the coverage probe's lines by key; for a call that ended its process, the line that reports that."""
+    """Return the coverage probe's lines by key; a call that ended its process has the line that reports this."""
     rows: dict[Key, Row] = {}
     for line in text.splitlines():
         if line.startswith("{"):
@@ -147,7 +147,7 @@ def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
     for when in ("returned", "after"):
         counters = row.get(when, {})
         # Memory that NVML attributes to the process may change without a change of the charge,
-        # because the memory lives on elsewhere.
+        # because the memory itself still exists.
         charged = counters.get("memory", 0)
         found = max(sign * charged, sign * (charged - counters.get("unseen", 0)))
         found += max(0, sign * counters.get("provisional", 0))
@@ -189,7 +189,7 @@ def found_late(native: Row, governed: Row) -> bool:
 
 
 HOST_FUNCTIONS = ("cuLaunchHostFunc", "cuLaunchHostFunc_v2", "cuStreamAddCallback")
-"""Functions in which a stream waits for the host: the GPU does no work, however long they take."""
+"""Functions that make a stream wait for the host: the GPU does no work, however long they take."""
 
 
 def worked_us(row: Row) -> float:

@@ -1,6 +1,7 @@
 /*
- * The calls of the coverage probe: one for each function of cuda.h 13.0 to 13.5, and more for a
- * function that does different things. Included by coverage_probe.c, which explains the flags.
+ * What the calls of the coverage probe need. coverage_probe_calls.h has the calls: one for each
+ * function of cuda.h 13.0 to 13.5, and more for a function with several effects. This file is
+ * included by coverage_probe.c, which explains the flags.
  *
  *   CASE(form, flags, (preparation), call)            `fn` is the form that is judged
  *   VARIANT(form, "what", flags, (preparation), call) another call of the same function
@@ -10,7 +11,7 @@
  */
 #pragma once
 
-/* The results of a preparation for its call; all zero before it. */
+/* Variables of a call, set by its preparation; all are 0 before the preparation. */
 static struct {
     CUdeviceptr p, q, pointers[4];
     CUarray array, array2;
@@ -38,7 +39,7 @@ static struct {
     CUgreenCtx green;
     CUcontext context, context2;
     CUstream stream, streams[256];
-    CUstream capturing; /* ended afterwards */
+    CUstream capturing; /* its capture is ended after the call */
     CUevent event, event2;
     CUexternalMemory external;
     CUtexref texref;
@@ -233,7 +234,7 @@ static void need_old_lines(void)
     NEED(CU(cuArrayCreate)(&v.array2, &line));
 }
 
-/* 64 MiB. */
+/* Describes an array of 64 MiB. */
 static void square(void)
 {
     v.two = (CUDA_ARRAY_DESCRIPTOR){2048, 2048, CU_AD_FORMAT_FLOAT, 4};
@@ -378,7 +379,7 @@ static CUDA_MEMCPY3D_BATCH_OP *batch_op(void)
     return &op;
 }
 
-/* Stored blocks of Deflate: any data is its own compression. */
+/* Stored blocks of Deflate, which contain any data without compression. */
 #define STORED       65535u
 #define STORED_COUNT 512u
 
@@ -615,7 +616,7 @@ static void logged(void *unused, CUlogLevel level, char *text, size_t n)
     (void)n;
 }
 
-/* Graphs, and a node of each kind. */
+/* Graphs, and nodes of each kind. */
 static void need_graph(void)
 {
     NEED(CU(cuGraphCreate)(&v.graph, 0));
@@ -879,7 +880,7 @@ static void need_helper(void)
     v.pid = helper;
 }
 
-/* The interface versions in which a function got a new form; those between are looked up, too. */
+/* The interface versions in which a function got a new form, and versions between them. */
 static const int versions[] = {2000,  2010,  2020,  3000,  3010,  3020,  4000,  4010,  5000,  5050,
                                6000,  6050,  7000,  7050,  8000,  9000,  9020,  10000, 10010, 10020,
                                11000, 11010, 11020, 11030, 11040, 11050, 11060, 11070, 11080, 12000,
@@ -888,9 +889,9 @@ static const int versions[] = {2000,  2010,  2020,  3000,  3010,  3020,  4000,  
 typedef CUresult lookup(const char *name, int version, cuuint64_t flags, void **found);
 
 /*
- * Returns how many functions a look-up returns past the control library: as the driver exports
- * them, although the library that the program loaded has its own. The result is 0 if no library is
- * interposed.
+ * Returns the number of look-ups that bypass the control library: they return the driver's function
+ * although the library that the program loaded exports another one. The result is 0 if no library
+ * is interposed.
  */
 static CUresult count_leaks(lookup *look)
 {

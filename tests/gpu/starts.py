@@ -1,7 +1,7 @@
 """`python -m tests.gpu.starts`: starts engines that size their cache by what is free, next to a container that allocates and frees.
 
 Each start is a separate container with examples/workloads/programs/engine_start.py, several at a time. The neighbour
-is bench/oom_stress.c: processes that allocate and free at random up to their quota, in many threads, some of which are
+is bench/oom_stress.c: processes whose threads allocate and free at random up to their quota. Some of the processes are
 killed. A start in which an allocation fails, or whose cache is much smaller than the others', makes the exit status 1.
 """
 
@@ -30,12 +30,12 @@ FOREVER_S = "3600"
 START_S = 120.0
 LEAST = 0.9
 """Least size of a cache, as a fraction of the largest. What the driver may have taken since the last sample of NVML counts
-until the next one, so a cache may be smaller than it could be, but not by much.
+until the next sample, so a cache may be slightly smaller than possible.
 """
 
 
 def start(node: BenchNode, i: int) -> dict[str, Any]:
-    """Start one engine, and return its answer with its exit status."""
+    """Start one engine; return what it printed, its exit status, and the duration in seconds."""
     arguments = [node.machine.python, f"{INSIDE}/engine_start.py"]  # type: ignore[attr-defined]
     began = time.monotonic()
     container = node.start(

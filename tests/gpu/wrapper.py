@@ -94,7 +94,7 @@ class Wrapped:
         return found
 
     def run(self, *arguments: str, output: str = "output") -> subprocess.Popen[bytes]:
-        """Start a command of the wrapper."""
+        """Start a command of the wrapper, with its output in the file `output`."""
         command = [
             str(ROOT / "oci_hook/tidegate-runtime"),
             *("--tidegate-config", str(self.settings), "--root", str(self.node.state_dir)),
@@ -125,7 +125,7 @@ class Wrapped:
         return known.get(self.ident)
 
     def left(self) -> dict[str, str]:
-        """Return what is in the image in places where a start of the container creates files."""
+        """Return which of the paths that a start of the container creates exist in the image, by path."""
         root = self.bundle / "rootfs"
         places = ["run/tidegate", "usr/bin/nvidia-smi", *(f"{d}/{LIBRARY}" for d in LIBRARY_DIRS)]
         found = {place: "there" for place in places if os.path.lexists(root / place)}
@@ -181,7 +181,7 @@ def examine(report: WrapperReport, node: BenchNode, when: str) -> None:
 
 
 def look_at_start(report: WrapperReport, container: Wrapped, pid: int) -> None:
-    """Report what the container was given."""
+    """Report the device nodes, hook, library and memory that the container was given."""
     config = container.config()
     nodes = sorted(device["path"] for device in config["linux"]["devices"])
     real = container.node.machine.kind == "nvidia"

@@ -60,7 +60,7 @@ def open_and_close(
     room: GrantSandbox, process: subprocess.Popen[str], *, parks: bool, seed: int = 1
 ) -> int:
     """Change the grant as a governor does, and sometimes leave it unchanged as if no governor ran,
-    until the process ends. Return how many bytes moved.
+    until the process ends. Return how many bytes of memory were moved.
     """
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
     began = time.monotonic()
@@ -68,7 +68,7 @@ def open_and_close(
     while process.poll() is None and time.monotonic() < began + LIMIT_S:
         if not is_lost and room.counter("launches") > 100:
             is_lost = True
-            room.lose_ledger()  # the program moves its ledger while its threads count in it
+            room.lose_ledger()  # the program gets a new ledger while its threads use the old one
         moved = max(moved, room.moved())
         now = time.monotonic_ns()
         room.alive = draw.random() > 0.02
@@ -107,10 +107,10 @@ def stress(
     )
     uuid = simgpu.device_uuid(1, 0).bytes
     with GrantSandbox(work / "room", [uuid], memory_limit=1 << 30, parks=parks) as room:
-        # Addresses are not randomised: sanitizers need their shadow memory at addresses where
-        # mappings could be.
+        # Addresses are not randomised: random mappings may collide with the shadow memory of the
+        # sanitizers.
         command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
-        command += ["--limit-ms", "30000"] if parks else []  # several moves, instrumented
+        command += ["--limit-ms", "30000"] if parks else []  # waits for several instrumented moves
         variables = {"LD_LIBRARY_PATH": str(library), "SIMGPU_DIR": str(work / "gpu")}
         with (
             (work / "errors").open("w") as errors,
@@ -138,7 +138,7 @@ def stress(
 
 
 def main() -> int:
-    """Build, run, and print the result."""
+    """Build, run the stress program twice, and print the result; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.interposed.sanitize", description=__doc__
     )

@@ -1,5 +1,5 @@
 /*
- * Runs threads that use the driver API in every way that the control library knows, for a given
+ * Runs threads that use the driver API in the ways that the control library handles, for a given
  * time.
  *
  *   stress [--seconds S] [--threads N] [--seed N] [--limit-ms N] [--wait-file F]
@@ -11,7 +11,7 @@
  * status 1. A call that takes longer than --limit-ms ends the program with status 3 and a line that
  * names the call. With --wait-file the program creates F.ready once it is set up, and works until F
  * exists and --seconds are over. The last line of its output is JSON: the number of calls, and the
- * longest of them.
+ * duration and the name of the longest call.
  */
 #include <fcntl.h>
 #include <pthread.h>
@@ -135,7 +135,7 @@ static bool end(struct worker *w, const char *call, CUresult result)
     _exit(1);
 }
 
-/* True unless memory is exhausted. */
+/* Makes a call; the value is true unless memory is exhausted. */
 #define CALL(w, function, ...) (begin((w), #function), end((w), #function, function(__VA_ARGS__)))
 
 /* ---- actions of a thread ---- */
@@ -240,11 +240,11 @@ static void new_stream(struct worker *w)
 {
     unsigned i = (unsigned)draw(w, 2);
 
-    /* Blocks may have been freed in the order of the stream. */
+    /* The stream may still have to free blocks. */
     CALL(w, cuStreamSynchronize, w->streams[i]);
     CALL(w, cuStreamDestroy_v2, w->streams[i]);
-    /* The capturing stream must be one that the legacy stream does not wait for: a launch into the
-     * legacy stream would end the capture. */
+    /* The capturing stream, streams[1], must be one that the legacy stream does not wait for: a
+     * launch into the legacy stream would end the capture. */
     CALL(w, cuStreamCreate, &w->streams[i], i);
 }
 

@@ -1,7 +1,7 @@
-"""Cases for the admission policies of packaging/kubernetes/base/admission.yaml, as data: what they let
-pass and what they refuse.
+"""Cases for the admission policies of packaging/kubernetes/base/admission.yaml, as data: objects that
+the policies accept, and objects that they refuse.
 
-test_admission.py compares the cases with the driver and the hook; tests/cluster asks a real API server.
+test_admission.py compares the cases with the driver and the hook, tests/cluster with a real API server.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def device_class(options: Document) -> Document:
 
 
 def pod(*, claims: bool = False, **annotations: str) -> Document:
-    """Return a pod with annotations below tidegate.gpu/. Underscores in the names stand for minus
-    signs.
-    """
+    """Return a pod with annotations of tidegate.gpu. Underscores in the names become hyphens."""
     container: Document = {"name": "a", "image": "registry.example/a"}
     spec: Document = {"automountServiceAccountToken": False, "containers": [container]}
     if claims:

@@ -2,7 +2,7 @@
 
 Bodies are checked against the published OpenAPI schemas and against the rules that the API documents for ResourceSlices.
 The stand-in can drop fields as a disabled feature gate does, answer late, wrongly or not at all, and call a function of
-the test before it answers. It has no admission, no authorisation, and no other resources.
+the test before it answers. It has no admission, no authorisation, and no resources that the driver does not use.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _validate_capacity(name: str, capacity: dict[str, Any], *, shared: bool) -> 
         most = parse_quantity(policy["validRange"].get("max", capacity["value"]))
         step = parse_quantity(policy["validRange"].get("step", "1"))
         _require(0 <= least <= usual <= most <= value, f"{name}: min, default, max, value")
-        # Steps are counted from min. With a min that is not a multiple of step, the resulting quantities would be
-        # unreadable.
+        # Steps are counted from min. If min were not a multiple of step, the resulting quantities
+        # would be hard to read.
         _require(step > 0, f"{name}: step is {step}")
         _require(
             all(one % step == 0 for one in (least, usual, most)),
@@ -143,12 +143,13 @@ class ApiServer:
         self.latest: dict[tuple[str, str], float] = {}
         """Time of the latest request of each verb and resource, on the monotonic clock."""
         self.misfits: list[str] = []
+        """Errors of the bodies that were refused with 422."""
         self.consumable = True
         """State of the feature gate DRAConsumableCapacity."""
         self.taints = True
         """State of the feature gate DRADeviceTaints."""
         self.refuse: dict[tuple[str, str], list[int]] = {}
-        """Statuses to answer with, one after the other, by verb and resource; 0 closes the connection, -1 hangs."""
+        """Statuses of the next answers, by verb and resource: 0 closes the connection, -1 sends no answer."""
         self.before: Callable[[str, str], None] = lambda _verb, _resource: None
         self.deeper: dict[str, int] = {}
         """Number of lists to add around the innermost value of a claim's parameters, by the claim's
@@ -207,7 +208,7 @@ class ApiServer:
         self.server.server_close()
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Return how often each verb was used on each resource."""
+        """Return the number of requests for each verb and resource."""
         with self.lock:
             return Counter(self.requests)
 
@@ -376,8 +377,8 @@ class ApiServer:
         changed = threading.Condition()
         entry = (name, events, changed)
         with self.lock:
-            # These are the changes after the requested version, as far as the stored state still
-            # shows them.
+            # The first event is the change after the requested version, as far as the stored state
+            # still shows it.
             stored = self.slices.get(name)
             if stored is None:
                 events.append(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Stand:
-    """The environment of a driver on a node, and the driver once it is started."""
+    """The environment of a driver on a node, and the driver after its start."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -71,7 +71,7 @@ class Stand:
         wait_for(self.ready.exists, f"ready\n{self.text()}")
 
     def await_searches(self) -> None:
-        """Wait for the last of the searches for waiting pods after the only registration.
+        """Wait for the last search for waiting pods that the only registration causes.
 
         If the machine is busy, one search may replace several.
         """
@@ -122,7 +122,7 @@ class Stand:
 def stand(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stand]:
-    """Stand-ins that answer, and a driver that is not started yet."""
+    """Yield stand-ins that answer, and a driver that is not started yet."""
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     made = Stand(tmp_path_factory.mktemp("k"))  # short, for the paths of sockets
     yield made
@@ -133,5 +133,5 @@ def stand(
 
 @pytest.fixture
 def wait() -> Callable[..., Any]:
-    """The function `wait_for`."""
+    """Return the function `wait_for`."""
     return wait_for

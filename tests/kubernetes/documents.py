@@ -1,4 +1,4 @@
-"""ResourceClaims as a scheduler leaves them."""
+"""ResourceClaims as a scheduler allocates them."""
 
 from __future__ import annotations
 

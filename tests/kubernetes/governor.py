@@ -54,7 +54,7 @@ def answer(*gpus: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 class GovernorStandIn:
-    """Listens on <runtime_dir>/governor.sock, and keeps claims as long as the object exists."""
+    """Listens on <runtime_dir>/governor.sock; claims are kept as long as this object exists."""
 
     def __init__(self, runtime_dir: Path, *gpus: dict[str, Any]) -> None:
         self.gpus = list(gpus) or [gpu(0), gpu(1)]
@@ -62,7 +62,7 @@ class GovernorStandIn:
         self.claims: dict[str, dict[str, Any]] = {}
         self.requests: list[dict[str, Any]] = []
         self.changes = 0
-        """How often the claims changed."""
+        """Number of changes of the claims."""
         self.before: Callable[[str], None] = lambda _op: None
         self.after: Callable[[str], None] = lambda _op: None
         """Called after a request is executed and before it is answered."""

@@ -2,7 +2,7 @@
 
 It finds registration sockets in a directory, asks the plugin for its name and versions, chooses a version as the kubelet
 does, reports the result to the plugin, and calls it. An answer that the kubelet would treat as a mistake fails the test.
-After a restart it has forgotten what it prepared; a real kubelet remembers.
+After a restart the stand-in has forgotten what it prepared; a real kubelet remembers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def wait_for(condition: Callable[[], Any], awaited: str, seconds: float = 30.0) 
 
 QUICK = [
     # The default reconnect delays of gRPC are meant for networks. A client can have other delays
-    # only with a separate pool.
+    # only with a separate pool of subchannels.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -92,10 +92,10 @@ class Kubelet:
         self._channel: Any = None
 
     def register(self, seconds: float = 60.0, *, accept: bool = True, instance: str = "") -> None:
-        """Wait for the plugin's registration socket, of the given or any instance, and register the plugin.
+        """Wait for the registration socket of the given instance, or of any, and register the plugin.
 
         A plugin that replaces its sockets ends the calls to the old ones. In that case the
-        registration is repeated, as by a kubelet.
+        registration is repeated, as a kubelet does.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -170,7 +170,7 @@ class Kubelet:
         return stub.NodePrepareResources.future(request, timeout=timeout, wait_for_ready=True)
 
     def unprepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
-        """Call NodeUnprepareResources."""
+        """Call NodeUnprepareResources for (namespace, name, uid); return the answers by uid."""
         messages, services = PREFERRED[self.chosen]
         stub = services.DRAPluginStub(self._channel)
         request = messages.NodeUnprepareResourcesRequest(

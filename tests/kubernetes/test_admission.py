@@ -1,7 +1,7 @@
 """The admission policies: their cases match what the driver and the hook refuse, and their lists
 match the schemas.
 
-tests/cluster tests that a real API server accepts the expressions and decides the same.
+tests/cluster tests that a real API server accepts the expressions and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def judge(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", PASS)
-def test_objects_that_pass_are_served(name: str) -> None:
+def test_objects_that_the_policies_accept_are_accepted_at_the_start(name: str) -> None:
     judge(PASS[name])
 
 
 @pytest.mark.parametrize("name", REFUSE)
-def test_objects_that_are_refused_would_be_refused_at_the_start(name: str) -> None:
+def test_objects_that_the_policies_refuse_are_refused_at_the_start(name: str) -> None:
     with pytest.raises((TidegateError, HookError)):
         judge(REFUSE[name][0])
 

@@ -24,7 +24,7 @@ SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z
 
 
 class CollectedEvents:
-    """Collects the events that are written; refuses them with a status if the test sets one."""
+    """Collects the events that are written, or refuses them with the HTTP status `http`."""
 
     def __init__(self, http: int = 0) -> None:
         self.http = http
@@ -57,7 +57,7 @@ def end(announcer: Announcer) -> None:
 @settings(max_examples=examples(50))
 @given(st.text() | st.just("a\nb\x1b[2J\r\u2028\u202e\ud800"))
 def test_an_event_is_one_line_of_printable_text(words: str) -> None:
-    """Field names in the claim's parameters come from a tenant, and so do words in a refusal."""
+    """A refusal quotes field names of the claim's parameters, which come from a tenant."""
     events = CollectedEvents()
     announce(events, (Reference("ns", "c", "u-1"), None, ClaimError(words * 50, hint="x")))
     (event,) = events.written
@@ -78,8 +78,8 @@ def test_event_names_are_valid_for_any_claim_name() -> None:
 
 
 def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same message is sent once in five minutes, for a few pods of each claim, and the total number is
-    limited.
+    """The same message is sent once in five minutes, for a few pods of each claim, and the total
+    number is limited.
     """
     now = [0.0]
     monkeypatch.setattr("kube.announce.time.monotonic", lambda: now[0])
@@ -102,7 +102,7 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(announcer._said) == 1
 
 
-def test_without_the_right_to_write_events_one_request_is_made() -> None:
+def test_without_the_right_to_write_events_only_one_request_is_made() -> None:
     events = CollectedEvents(http=403)
     announcer = Announcer(events, "node-1")
     announcer.refused(Reference("ns", "c", "u"), None, ClaimError("a", hint="x"))

@@ -1,5 +1,5 @@
-"""Interpretation of an allocated ResourceClaim: shares, parameters, CDI devices, and every refusal in one
-line.
+"""Interpretation of an allocated ResourceClaim: shares, parameters, CDI devices, and refusals, each of
+one line.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_an_allocation_becomes_a_request_to_the_governor() -> None:
     }
 
 
-def test_the_claims_parameters_win_over_the_classs_option_by_option() -> None:
+def test_each_option_of_the_claim_overrides_that_of_the_class() -> None:
     configs = (
         config("FromClaim", ("gpu",), strategy="mps"),
         config(
@@ -125,7 +125,7 @@ def test_the_claims_parameters_win_over_the_classs_option_by_option() -> None:
         ([{"computeLimit": 50}, {"strategy": "mps"}], 50),
     ],
 )
-def test_strict_and_a_limit_are_one_option(documents: list[dict], limit: int | None) -> None:
+def test_strict_and_a_limit_override_each_other(documents: list[dict], limit: int | None) -> None:
     parameters = Parameters()
     for document in documents:
         parameters = merge(
@@ -169,7 +169,7 @@ def test_an_error_in_parameters_names_the_field(parameters: dict, words: str) ->
     assert words in refusal(claim("a", "b", result(), configs=(config("FromClaim", **parameters),)))
 
 
-def test_a_refusal_names_claim_and_what_was_found() -> None:
+def test_a_refusal_names_the_claim_and_the_fault() -> None:
     def changed(**more: Any) -> str:
         return refusal(claim("a", "b", result(**more)))
 
@@ -211,7 +211,7 @@ def test_too_many_devices_are_refused() -> None:
 
 
 def failure(function: Callable[..., object], *arguments: object) -> str:
-    """Return the message that a call is refused with, or an empty string if it is not refused."""
+    """Return the message with which a call is refused, or an empty string if it is not refused."""
     try:
         function(*arguments)
     except ClaimError as e:
@@ -283,7 +283,7 @@ def spec_of(document: dict[str, Any], **minors: int | None) -> dict[str, Any]:
     )
 
 
-def test_the_hooks_arguments_carry_claim_and_share() -> None:
+def test_the_hooks_arguments_name_the_claim_and_the_share() -> None:
     document = claim("a", "b", result(0), result(1, "main/fast"), uid="u-1")
     spec = spec_of(document)
     assert spec["kind"] == "tidegate.gpu/claim"
@@ -295,11 +295,11 @@ def test_the_hooks_arguments_carry_claim_and_share() -> None:
     assert first["hooks"][0]["args"] == [
         "tidegate-hook", "--log", "/x", "--claim", "u-1", "--share", "gpu/0", "createRuntime",
     ]  # fmt: skip
-    assert first["hooks"][0]["env"]  # with an empty `env`, older versions of runc pass the image's
+    assert first["hooks"][0]["env"]  # if `env` is empty, older versions of runc use the image's
     assert first["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
 
 
-def test_a_specification_has_the_gpus_node_and_the_common_nodes(tmp_path: Path) -> None:
+def test_a_specification_has_the_gpus_device_node_and_the_common_ones(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         lack("needs root")  # for device nodes
     for name, numbers in {
@@ -341,7 +341,7 @@ def test_a_specification_is_written_completely_or_not_at_all(tmp_path: Path) -> 
     assert sorted(p.name for p in (tmp_path / "cdi").iterdir()) == ["nvidia.json"]
 
 
-def test_a_link_in_a_specifications_place_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_specification_is_not_followed(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     victim = tmp_path / "victim"
     victim.write_text("as before")

@@ -1,4 +1,4 @@
-"""Test the driver's real process and client with stand-ins for the kubelet and the cluster."""
+"""Test the driver's process and its client with stand-ins for kubelet, governor and cluster."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
     assert not list(
         stand.kubelet.directory.rglob("*.sock")
     )  # the kubelet then considers the plugin gone
-    # The rights of the role in packaging/kubernetes/.
+    # CALLS are the rights of the role in packaging/kubernetes/.
     allowed = {(verb, resource) for _, resource, verbs in CALLS for verb in verbs}
     assert {
         (verb.removeprefix("dry-"), resource) for verb, resource in stand.api.counts()
@@ -84,7 +84,7 @@ def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(st
 
 
 def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
-    """Each error names claim, resource and amount, and becomes one event on the claim and its pod."""
+    """Each error names claim, resource and amount, and causes one event on the claim and one on its pod."""
     good = claim("good", "team-a", result(0, compute="70"))
     full = claim("full", "team-b", result(0, compute="40"))
     wrong = claim("wrong", "team-b", result(1), configs=(config("FromClaim", computLimit=5),))
@@ -94,7 +94,7 @@ def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
     stand.up()
     assert stand.kubelet.prepare(reference(good))[good["metadata"]["uid"]].error == ""
     for _ in range(3):
-        # Without a deadline the driver does not wait for something that may change.
+        # Without a deadline the driver does not wait for a change of the state.
         answers = stand.kubelet.prepare(
             *map(reference, (good, full, wrong)), gone, reference(good), timeout=None
         )
@@ -149,7 +149,7 @@ def test_two_versions_of_the_kubelets_interface_are_served_and_no_other(stand: S
 
 
 def test_a_restarted_kubelet_finds_the_driver_and_its_slice(stand: Stand) -> None:
-    """A kubelet that starts deletes the slices of its node, and may have lost what it prepared."""
+    """A kubelet that starts deletes the slices of its node, and may not know its prepared claims."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -187,7 +187,7 @@ def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
 
 
 def test_a_cdi_file_that_was_removed_is_written_again(stand: Stand) -> None:
-    """While the pod's sandbox exists, the kubelet does not ask again, and the pod's containers do not start without the file."""
+    """While the pod's sandbox exists, the kubelet does not prepare the claim again, and containers do not start without the file."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -200,7 +200,7 @@ def test_a_cdi_file_that_was_removed_is_written_again(stand: Stand) -> None:
     assert stand.governor.changes == 1
 
 
-def test_concurrent_calls_book_a_claim_once(stand: Stand) -> None:
+def test_concurrent_calls_allocate_a_claim_once(stand: Stand) -> None:
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="5")) for i in range(6)]
     for document in documents:
         stand.api.add_claim(document)
@@ -223,8 +223,8 @@ def test_concurrent_calls_book_a_claim_once(stand: Stand) -> None:
 
 
 def test_a_call_is_repeated_after_its_answer_was_lost(stand: Stand) -> None:
-    """The kubelet gives up while the API server is slow; the kubelet's next call finds the work
-    done.
+    """The kubelet gives up while the API server is slow; when it calls again, the claim is already
+    prepared.
     """
     document = claim()
     stand.api.add_claim(document)
@@ -249,8 +249,8 @@ def test_a_call_is_repeated_after_its_answer_was_lost(stand: Stand) -> None:
     )
 
 
-def test_without_the_gate_nothing_is_offered(stand: Stand) -> None:
-    """The devices are not offered even for a moment: a scheduler that saw them would allocate them whole."""
+def test_without_the_feature_gate_no_device_is_offered(stand: Stand) -> None:
+    """The devices are not offered even for a moment: a scheduler that saw them would allocate whole GPUs."""
     stand.api.consumable = False
     process = stand.start()
     stand.kubelet.register()
@@ -265,7 +265,7 @@ def test_without_the_gate_nothing_is_offered(stand: Stand) -> None:
 
 
 @pytest.mark.slow
-def test_a_gate_that_is_turned_off_takes_the_slice_away(stand: Stand) -> None:
+def test_the_slice_is_deleted_when_the_feature_gate_is_turned_off(stand: Stand) -> None:
     stand.up()
     stand.api.consumable = False
     stand.governor.gpus[0]["lost"] = "fell off the bus"
@@ -274,7 +274,7 @@ def test_a_gate_that_is_turned_off_takes_the_slice_away(stand: Stand) -> None:
     assert stand.api.slices == {}
 
 
-def test_a_gpus_state_is_published_as_taint_and_health(stand: Stand) -> None:
+def test_the_state_of_a_gpu_is_published_as_taint_and_health(stand: Stand) -> None:
     stand.up()
     streams = [stand.kubelet.watch_health(version, timeout=30) for version in ("v1", "v1alpha1")]
     for stream in streams:
@@ -302,7 +302,7 @@ def test_a_gpus_state_is_published_as_taint_and_health(stand: Stand) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_gate_of_taints_a_lost_gpu_is_left_out(stand: Stand) -> None:
+def test_without_the_feature_gate_of_taints_a_lost_gpu_is_left_out(stand: Stand) -> None:
     stand.api.taints = False
     stand.governor.gpus[1]["lost"] = "fell off the bus"
     stand.start()
@@ -342,16 +342,16 @@ def test_a_claim_costs_the_api_server_one_request(stand: Stand) -> None:
         stand.kubelet.prepare(reference(document))
         stand.kubelet.unprepare(reference(document))
     after = stand.api.counts()
-    after["list", "pods"] = before["list", "pods"]  # listed after registration anyway
+    after["list", "pods"] = before["list", "pods"]  # listed after each registration
     added = {key: after[key] - before[key] for key in after if after[key] != before[key]}
     assert added.pop(("get", "resourceclaims")) == 8
-    # A claim that stays prepared for some time has the slice updated once, see kube/recheck.py.
+    # A claim that stays prepared for some time causes one update of the slice, see kube/recheck.py.
     assert set(added) <= {("get", "resourceslices"), ("update", "resourceslices")}
     assert all(number <= 8 for number in added.values())
 
 
 @pytest.mark.slow
-def test_an_api_server_that_fails_is_asked_again_with_pauses(stand: Stand) -> None:
+def test_requests_that_fail_are_repeated_with_growing_pauses(stand: Stand) -> None:
     stand.api.refuse["get", "nodes"] = [503, 0]
     stand.api.refuse["dry-create", "resourceslices"] = [409]
     stand.start()
@@ -382,7 +382,7 @@ def test_while_the_governor_is_away_claims_are_refused_in_one_line(stand: Stand)
 
 
 def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
-    """After a refusal the kubelet asks again only at the pod's next resync, a minute later."""
+    """After a refusal the kubelet calls again only at the pod's next resync, a minute later."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -402,7 +402,7 @@ def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
         stand.api.events[0]["message"],
     )
     assert found is not None
-    assert 20 < int(found[1]) <= 40  # less what the first attempt took
+    assert 20 < int(found[1]) <= 40  # less the duration of the first attempt
     assert answers == []
     stand.governor.come_back()
     call.join(15)
@@ -412,7 +412,7 @@ def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
 
 
 def test_waiting_calls_do_not_block_other_calls(stand: Stand) -> None:
-    """Each waiting call succeeds as soon as the claim that occupies the GPU is taken back."""
+    """All waiting calls succeed as soon as the claim that occupies the GPU is taken back."""
     old = claim("old", "ns", result(0, compute="100"))
     new = [claim(f"new-{i}", "ns", result(0, compute="2")) for i in range(40)]
     other = claim("other", "ns", result(1))
@@ -510,7 +510,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(
 def test_refusals_of_the_api_server_are_explained(
     status: int, body: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, stand: Stand
 ) -> None:
-    """A path that the API server does not know gets another answer than a missing object."""
+    """A path that the API server does not know is explained differently from a missing object."""
     from kubernetes.client.exceptions import ApiException
 
     cluster = Cluster(str(stand.api.kubeconfig))
@@ -532,7 +532,8 @@ def test_a_startup_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
-    monkeypatch.setattr("governor.logs.configure", lambda: None)  # else it configures this process
+    # Without this, main() would configure the logs of this process.
+    monkeypatch.setattr("governor.logs.configure", lambda: None)
     for arguments, status, words in (
         (
             ("--node-name", "n", "--default-compute", "120"),
@@ -566,7 +567,7 @@ def test_sockets_are_accessible_to_root_only(stand: Stand) -> None:
 
 
 def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand: Stand) -> None:
-    """10 KiB of parameters are allowed: enough to nest them more deeply than Python's JSON parser accepts."""
+    """The 10 KiB of parameters that are allowed can be nested too deeply for Python's JSON parser."""
     deep: list = []
     for _ in range(400):  # a depth that this process can still encode
         deep = [deep]
@@ -578,7 +579,7 @@ def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand:
         stand.api.add_claim(document)
     stand.api.deeper["deep-1"] = 4000
     stand.up()
-    # The second claim fails at one of two checks: Python 3.13 can parse it.
+    # The second claim fails when it is parsed or, with Python 3.13, when its option is checked.
     for document, words in zip(
         documents,
         ("computeLimit: \\[\\[", "is nested too deeply|computeLimit: \\[\\["),

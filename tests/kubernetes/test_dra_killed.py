@@ -1,5 +1,5 @@
-"""The driver is killed between any two steps: no claim is allocated twice or lost, and no
-unknown file remains.
+"""The driver is killed between any two steps: no claim is allocated twice or lost, and no file
+without a claim remains.
 
 strace kills the driver at one of its system calls; the stand-ins kill it while it waits for their
 answers.
@@ -21,8 +21,8 @@ from tests.kubernetes.kubelet import wait_for
 
 
 def assert_prepared_once(stand: Stand, document: dict) -> None:
-    """Start a driver again, as the DaemonSet does, and prepare the claim again: the result is as if the driver had
-    not been killed.
+    """Start the driver again, as the DaemonSet does, and prepare the claim again: the result is the same
+    as if the driver had not been killed.
     """
     if stand.process is not None:
         stand.kill()
@@ -36,7 +36,7 @@ def assert_prepared_once(stand: Stand, document: dict) -> None:
 
 
 def assert_taken_back(stand: Stand, document: dict) -> None:
-    """Start a driver again, and take the claim back: the result is as if the driver had not been killed."""
+    """Start the driver again, and take the claim back: the result is as without the kill."""
     if stand.process is not None:
         stand.kill()
     stand.start()
@@ -49,7 +49,7 @@ def assert_taken_back(stand: Stand, document: dict) -> None:
 
 
 def assert_call_fails(call: Callable[[], object]) -> None:
-    """Require that the call of the kubelet fails because the driver dies."""
+    """Require that a call of the kubelet fails because the driver is killed."""
     with pytest.raises(grpc.RpcError):
         call()
 
@@ -175,8 +175,8 @@ def test_the_driver_is_killed_before_it_removes_the_file(
 
 @pytest.mark.slow
 def test_the_driver_is_killed_at_any_time(stand: Stand) -> None:
-    """Kill the driver forty times, at random moments, while claims come and go."""
-    dice = random.Random(4711)  # noqa: S311 - the same each time
+    """Kill the driver forty times, at random moments, while claims are prepared and taken back."""
+    dice = random.Random(4711)  # noqa: S311 - the same sequence each time
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="10")) for i in range(8)]
     for document in documents:
         stand.api.add_claim(document)

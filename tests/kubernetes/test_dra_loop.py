@@ -1,4 +1,4 @@
-"""The driver's loop, which runs every two seconds, on a virtual clock; and the service, under arbitrary requests."""
+"""The driver's loop on a virtual clock, with a step every two seconds; and the service, with arbitrary requests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StoredSlices:
 
 
 class AnsweringGovernor:
-    """A governor that answers as the test wants."""
+    """A governor that answers, unless the test sets `away`."""
 
     def __init__(self) -> None:
         self.away = False
@@ -143,7 +143,7 @@ def taints(slices: StoredSlices) -> set[tuple[str, str]]:
 def test_a_governor_that_stays_away_keeps_new_pods_away(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
-    """A restart of the governor has no effect. After a minute the node's GPUs accept no new pods until it is back."""
+    """A restart of the governor has no effect. If it is away for a minute, its GPUs accept no new pods until it is back."""
     loop, slices, governor, _ = parts
     loop.step()
     assert slices.writes == 1
@@ -199,7 +199,7 @@ def test_nothing_is_offered_before_a_kubelet_has_registered_the_driver(
 def test_no_gpus_are_offered_if_the_kubelet_refuses_the_driver(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
-    """The kubelet deletes the slice. If the driver made it again, pods would be sent to a node where none starts."""
+    """The kubelet deletes the slice. If the driver created it again, pods would be scheduled to a node on which none starts."""
     loop, slices, _, publisher = parts
     loop.step()
     assert publisher.current
@@ -220,7 +220,7 @@ def test_no_gpus_are_offered_if_the_kubelet_refuses_the_driver(
 def test_a_kubelet_that_refuses_is_asked_again(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet never retries a socket that it could not register; it does register a new one."""
+    """The kubelet never retries a socket that it could not register, but it registers a new one."""
     base = tmp_path_factory.mktemp("k")
     told: list[bool] = []
     driver = ClaimDriver(NODE, AnsweringGovernor(), Documents(), Directory(base / "cdi"))
@@ -250,7 +250,7 @@ def test_a_kubelet_that_refuses_is_asked_again(
         endpoints.stop(0)
 
 
-def test_an_absent_governor_does_not_delay_the_api_server(
+def test_failures_of_the_governor_do_not_delay_requests_to_the_api_server(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     loop, slices, governor, publisher = parts
@@ -313,7 +313,7 @@ def test_an_invalid_answer_does_not_stop_the_loop(
     clock: list[float],
     garbage: Any,
 ) -> None:
-    """The driver asks again later, as after no answer. As soon as an answer makes sense, it continues normally."""
+    """The driver asks again later, as if no answer had arrived. After a valid answer it continues normally."""
     loop, slices, _, publisher = parts
     slices.stored = garbage
     for _ in range(5):
@@ -353,7 +353,7 @@ def test_a_recreated_node_owns_its_slice(
     loop.step()
     assert asked == []
     slices.stored = None
-    publisher.forget()  # as the watch does after the deletion
+    publisher.forget()  # as the watcher does after the deletion
     for _ in range(3):
         clock[0] += 10
         loop.step()
@@ -392,8 +392,8 @@ def test_an_invalid_event_does_not_end_the_watch(
     assert cluster.told == 2
 
 
-def test_the_drivers_own_write_is_not_taken_for_another_writers() -> None:
-    """The event of its own write arrives before the answer, or after the next write."""
+def test_the_driver_recognises_the_events_of_its_own_writes() -> None:
+    """The event of a write may arrive before the answer, or after the next write."""
     slices, wake = StoredSlices(), threading.Event()
     publisher = Publisher(slices, interval=0.0)
     watcher = Watcher(DeliveredWatches(), publisher, "n", wake)
@@ -502,7 +502,7 @@ class FailingClaims:
         return self.found[name]
 
 
-def test_claims_that_differ_from_their_answers_are_restored(tmp_path: Path) -> None:
+def test_claims_that_differ_from_what_the_kubelet_was_told_are_restored(tmp_path: Path) -> None:
     names = ("as-it-was", "forgotten", "without-file", "moved", "leaving", "failing", "refused")
     documents = {name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names}
     governor, cluster = AnsweringGovernor(), FailingClaims(*documents.values())
@@ -513,7 +513,7 @@ def test_claims_that_differ_from_their_answers_are_restored(tmp_path: Path) -> N
     assert not driver.differs()
     del governor.booked["u-forgotten"], governor.booked["u-refused"]
     directory.remove("u-without-file")
-    # The state in which the first allocation has ended, and the kubelet no longer knows of it.
+    # The first allocation of this claim has ended, and the kubelet no longer knows of it.
     documents["moved"]["status"]["allocation"]["devices"]["results"][0]["pool"] = "node-2"
     governor.booked["u-leaving"] = {**governor.booked["u-leaving"], "leaving": True}
     driver._prepared.pop("u-leaving")
@@ -529,7 +529,7 @@ def test_claims_that_differ_from_their_answers_are_restored(tmp_path: Path) -> N
     assert directory.uids() == {
         "u-as-it-was", "u-forgotten", "u-without-file", "u-failing", "u-refused",
     }  # fmt: skip
-    # Claims that were refused, or that fail, are not requested every two seconds.
+    # Claims that were refused, or whose requests fail, are not requested again every two seconds.
     assert not driver.differs()
 
 
@@ -554,7 +554,7 @@ def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
 
 
 class KubeletCall:
-    """A call of the kubelet, which can give it up."""
+    """A call of the kubelet; with `active = False` the kubelet has given it up."""
 
     def __init__(self) -> None:
         self.active = True
@@ -633,8 +633,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_any_call_has_an_answer_for_each_claim(
     served: Any, claims: list[tuple[str, str, str]], results: list[dict], *, there: bool
 ) -> None:
-    """For any names and uids, each claim has its answer, an error is one line, no file is written
-    elsewhere, and nothing is left half done.
+    """For any names and uids, each claim has an answer, an error is one line, no file is written
+    elsewhere, and no claim is partly prepared.
     """
     governor, documents, directory, channel = served
     stub = dra_v1_pb2_grpc.DRAPluginStub(channel)

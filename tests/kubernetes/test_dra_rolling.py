@@ -1,4 +1,4 @@
-"""Two drivers on a node, of which the second replaces the first: real processes, and a kubelet that knows both."""
+"""Two drivers on a node, of which the second replaces the first: real processes, with a kubelet that registers both."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.kubernetes.kubelet import Kubelet, wait_for
 from tests.kubernetes.test_dra_loop import AnsweringGovernor, FailingClaims
 
 OLD, NEW = "0b7e3c2c", "f1a0c9d4"
-"""Instance names. In a cluster the name is a pod's uid, which is longer, but the paths of these tests are longer than
-a kubelet's.
+"""Instance names. In a cluster the name is a pod's uid. It would be too long here, because the paths of sockets are
+limited, and those of tests are longer than a kubelet's.
 """
 
 
@@ -37,7 +37,7 @@ def named(uid: str) -> set[str]:
 
 
 class TwoDrivers:
-    """The stand with a second driver and the kubelet's connection to it."""
+    """A `Stand` with a second driver, and with the kubelet's connection to that driver."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -97,7 +97,7 @@ def test_a_new_driver_serves_before_the_old_one_ends(two: TwoDrivers) -> None:
     assert (stand.governor.claims, stand.files()) == ({}, [])
 
 
-def test_one_of_two_drivers_writes_the_slice(two: TwoDrivers) -> None:
+def test_only_one_of_two_drivers_writes_the_slice(two: TwoDrivers) -> None:
     stand = two.stand
     assert stand.api.counts()["create", "resourceslices"] == 1
     two.up()
@@ -106,7 +106,7 @@ def test_one_of_two_drivers_writes_the_slice(two: TwoDrivers) -> None:
     wait_for(lambda: stand.api.counts()["update", "resourceslices"], "the slice of a change")
     time.sleep(1.5)
     assert stand.api.counts()["update", "resourceslices"] == 1
-    # The new driver dies at once: the old one continues, and removes the sockets of the other.
+    # The new driver is killed: the old driver continues, and removes the new one's sockets.
     assert two.process is not None
     two.process.kill()
     two.process.wait(15)
@@ -140,7 +140,7 @@ def test_calls_that_wait_during_a_replacement_are_answered(two: TwoDrivers) -> N
 
 
 def test_a_driver_without_a_successor_ends_although_a_call_waits(two: TwoDrivers) -> None:
-    """The call may wait for a governor that only the next pod starts."""
+    """The call may be waiting for a governor that only the next pod starts."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
     for document in (full, waiting):
@@ -164,7 +164,7 @@ def test_a_driver_that_is_not_registered_leaves_the_slice_alone(two: TwoDrivers)
     assert not two.ready.exists()
 
 
-def test_fixed_names_and_named_instances_exclude_each_other(two: TwoDrivers) -> None:
+def test_fixed_socket_names_and_named_instances_exclude_each_other(two: TwoDrivers) -> None:
     stand = two.stand
     log, first = len(stand.text()), stand.process
     second = stand.start()
@@ -257,7 +257,7 @@ def test_an_instance_name_cannot_name_another_path(places: tuple[Path, Path], na
 
 
 def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path, Path]) -> None:
-    """The other driver is a process, because the kernel does not distinguish threads of one."""
+    """The other driver is a process, because the kernel's lock does not exclude threads."""
     own = Instance(*places, "own")
     own.start()
     entered = threading.Event()
@@ -295,7 +295,7 @@ def _give_up() -> None:
 
 
 def test_a_claim_that_another_driver_took_back_is_not_prepared_again(tmp_path: Path) -> None:
-    """The cluster still has the claim: its pod is ending, and its kubelet has called the other driver."""
+    """The cluster still has the claim: its pod is ending, and the kubelet has called the other driver."""
     from kube.cdi import Directory
     from kube.claims import Reference
 
@@ -312,7 +312,7 @@ def test_a_claim_that_another_driver_took_back_is_not_prepared_again(tmp_path: P
     new.reconcile()
     assert not new.differs()
     assert (governor.booked, directory.uids()) == ({}, set())
-    # A claim that is marked as leaving was taken back, too, although containers still use it.
+    # A claim that is marked as leaving was also taken back, although containers still use it.
     new.prepare(named)
     governor.booked["u-1"] = {**governor.booked["u-1"], "leaving": True}
     directory.remove("u-1")

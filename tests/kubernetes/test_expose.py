@@ -1,4 +1,4 @@
-"""The proxy in front of the governor's metrics: which requests it forwards, and which it refuses."""
+"""The proxy for the governor's metrics: which requests it forwards, and which it refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_other_requests_are_refused(head: bytes, tmp_path: Path) -> None:
     "header",
     [b"Accept: a\nHost: b", b"Accept: a\n\nGET /other HTTP/1.1", b"Accept: a\rX: b", b"Accept: \0", b"Accept\n: a", b"Accept: \xff"],
 )  # fmt: skip
-def test_a_header_cannot_contain_another(header: bytes) -> None:
+def test_a_header_cannot_contain_another_header(header: bytes) -> None:
     assert rewritten(b"GET /metrics HTTP/1.1\r\n" + header) == (
         b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\nConnection: close"
     )

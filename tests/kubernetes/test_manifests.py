@@ -1,5 +1,5 @@
-"""The manifests of packaging/kubernetes: Kubernetes accepts what is applied, and every right that is
-granted is used.
+"""The manifests of packaging/kubernetes: Kubernetes accepts them, and every right that they grant is
+used.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_every_container_has_the_image_that_the_base_names(directory: str, tmp_p
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
-    """No DaemonSet has a setting that excludes two pods on a node. Device plugins are replaced without
+    """No setting of a DaemonSet prevents two pods on a node. Only device plugins are replaced without
     overlap.
     """
     daemon_set = one(render(directory), "DaemonSet")
@@ -130,7 +130,7 @@ def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
     assert spec["terminationGracePeriodSeconds"] >= HAND_OVER_S + 10
 
 
-def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
+def test_the_device_plugin_needs_nothing_from_the_api_server() -> None:
     documents = render("overlays/device-plugin")
     kinds = {document["kind"] for document in documents}
     assert kinds == {"Namespace", "ServiceAccount", "ConfigMap", "DaemonSet", "NetworkPolicy", "RuntimeClass"}  # fmt: skip
@@ -143,7 +143,7 @@ def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
 
 
 @pytest.mark.parametrize("directory", [d for d in DIRECTORIES if d != "overlays/device-plugin"])
-def test_the_driver_alone_has_a_token_and_reaches_no_other_drivers_socket(directory: str) -> None:
+def test_only_the_driver_has_a_token_and_it_reaches_no_socket_of_another(directory: str) -> None:
     """The other containers of the pod are privileged, run before the driver, or answer requests from the
     network.
     """
@@ -210,7 +210,7 @@ def test_a_stolen_token_can_change_only_one_annotation_of_pods() -> None:
     assert (binding["policyName"], binding["validationActions"]) == ("tidegate-resync", ["Deny"])
 
 
-def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
+def test_nodes_with_the_package_run_no_privileged_container() -> None:
     documents = render("overlays/installed-nodes")
     daemon_set = one(documents, "DaemonSet")
     assert [c["name"] for c in containers(daemon_set)] == ["dra"]
@@ -221,7 +221,7 @@ def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
 
 
 def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_path: Path) -> None:
-    """The fork server executes what the init container has installed on the host, with the host's Python."""
+    """The fork server executes files that the init container has installed on the host, with the host's Python."""
     documents = render("base")
     daemon_set = one(documents, "DaemonSet")
     spec = daemon_set["spec"]["template"]["spec"]
@@ -242,7 +242,7 @@ def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_pa
     assert path.read_bytes() == (ROOT / "oci_hook/tidegate-forkserver").read_bytes()
     help_ = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
     assert (help_.returncode, "[--wait]" in help_.stderr) == (2, True)
-    # By this version the server recognises a caller of another version.
+    # The server compares its version with that of a caller.
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import oci_hook.forkserver as f; print(f._version())"],
         cwd=made / "current/python", check=True, capture_output=True, text=True,
@@ -261,7 +261,7 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
     }
     called = {(group, resource, verb) for group, resource, verbs in CALLS for verb in verbs}
     assert granted == called
-    # CALLS lists all calls: every client method that the code names.
+    # CALLS is complete: it has every client method that the code calls.
     verbs = {"read": "get", "list": "watch", "replace": "update", "create": "create", "delete": "delete", "patch": "patch"}  # fmt: skip
     methods = set()
     for module in sorted((ROOT / "kube").glob("*.py")):
@@ -281,13 +281,14 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_each_termination_log_can_be_mounted(directory: str) -> None:
-    """The kubelet mounts a file there; a volume that covers the path must be writable."""
+    """The kubelet mounts a file at its path; a volume that covers the path must be writable."""
     for container in containers(one(render(directory), "DaemonSet")):
         log = container.get("terminationMessagePath", "/dev/termination-log")
         mounts = {mount["mountPath"]: mount for mount in container.get("volumeMounts", ())}
         over = [mounts[str(p)] for p in Path(log).parents if str(p) in mounts]
         assert not (over and over[0].get("readOnly")), container["name"]
-        # The root file system is read-only; the only other writable place is /dev, which the runtime makes.
+        # The root file system is read-only; the only other writable directory is /dev, which the
+        # runtime creates.
         assert over or log.startswith("/dev/"), container["name"]
 
 
@@ -306,7 +307,7 @@ def test_every_container_drops_the_privileges_that_it_does_not_need(directory: s
 
 
 @pytest.mark.parametrize("path", SOURCES + [HERE / d / "kustomization.yaml" for d in DIRECTORIES])
-def test_every_privilege_is_explained_where_it_is_given(path: Path) -> None:
+def test_every_privilege_is_explained_where_it_is_granted(path: Path) -> None:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         if re.search(
@@ -342,7 +343,7 @@ def walk(value: Any):
             yield from walk(inner)
 
 
-def test_classes_are_those_that_the_code_names() -> None:
+def test_the_device_classes_are_those_that_the_code_names() -> None:
     from kube.names import CLASSES
 
     documents = list(yaml.safe_load_all((HERE / "base/deviceclasses.yaml").read_text()))
@@ -382,8 +383,8 @@ def test_commands_accept_the_options_in_the_manifests(directory: str) -> None:
 
 
 def test_the_container_that_serves_the_network_reaches_only_the_metrics(tmp_path: Path) -> None:
-    """The sidecar runs as user 65534 in group root: sockets that the governor makes for root only are
-    closed to it.
+    """The sidecar runs as user 65534 in group root, so it cannot connect to sockets that the governor
+    creates for root only.
     """
     daemon_set = one(render("overlays/monitoring"), "DaemonSet")
     (sidecar,) = [c for c in containers(daemon_set) if c["name"] == "metrics"]

@@ -1,7 +1,7 @@
 """The device plugin: units, the kubelet's requests, and restarts of the kubelet and of the plugin.
 
-The kubelet is a stand-in, written from the public protocol. So is the governor, of which the plugin
-needs the five answers that `kube.plugin.UnitGovernor` names.
+The kubelet is a stand-in, written from the public protocol. The governor is a stand-in, too: the
+plugin needs only the five requests of `kube.plugin.UnitGovernor`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def allocate(stub: Any, *containers: list[str]) -> list[str]:
     )
     answer = stub.Allocate(request, timeout=10)
     for one in answer.container_responses:
-        # These fields are never used: a pod can override them, or they work without the governor.
+        # These fields are never set: a pod can override them, or they work without the governor.
         assert not one.envs
         assert not one.mounts
         assert not one.devices
@@ -203,7 +203,7 @@ def test_a_repeated_request_has_the_same_answer_and_is_allocated_once(node) -> N
     assert len(list((directory / "cdi").iterdir())) == 1
 
 
-def test_units_that_are_given_again_end_the_claims_that_had_them(node) -> None:
+def test_claims_end_when_one_of_their_units_is_allocated_again(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -232,7 +232,7 @@ def test_units_of_two_gpus_and_unknown_units_are_refused(node) -> None:
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_units_given_to_two_containers_at_once_are_refused(node) -> None:
+def test_units_that_are_requested_for_two_containers_are_refused(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -386,7 +386,7 @@ def test_files_are_restored_after_a_reboot(node) -> None:
     assert len(list((directory / "cdi").iterdir())) == 1
 
 
-def test_an_allocation_that_failed_before_its_file_is_completed(node, monkeypatch) -> None:
+def test_an_allocation_whose_file_could_not_be_written_is_completed(node, monkeypatch) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -464,7 +464,7 @@ def test_units_are_recovered_from_their_claim(bits: int) -> None:
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
-def test_compute_in_proportion_never_adds_up_to_more_than_a_gpu(sizes: list[int]) -> None:
+def test_proportional_shares_of_compute_never_exceed_a_gpu(sizes: list[int]) -> None:
     total, sums = 80, [0, 0]
     for size in sizes:
         if sums[0] + size <= total:
@@ -472,7 +472,7 @@ def test_compute_in_proportion_never_adds_up_to_more_than_a_gpu(sizes: list[int]
     assert sums[1] <= 100
 
 
-def test_a_fixed_share_and_its_limit() -> None:
+def test_a_fixed_share_raises_a_lower_limit() -> None:
     assert UnitPolicy(compute=25, compute_limit=10).share(4, 80) == (25, 25)
     assert UnitPolicy(compute_limit=50).share(8, 80) == (10, 50)
     assert UnitPolicy().share(1, 141) == (1, 100)

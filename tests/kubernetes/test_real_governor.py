@@ -1,8 +1,8 @@
-"""The device plugin and the DRA driver with a real governor process on the simulated GPU, for what stand-ins cannot
-show.
+"""The device plugin and the DRA driver with a real governor process on the simulated GPU, for behaviour that stand-ins
+do not have.
 
-Only the API server is a stand-in. Containers are admitted as by the hook, with the pod that their
-engine names.
+Only the API server is a stand-in. Containers are admitted as the hook admits them, with the pod that
+their engine names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ServedClaims:
 
 
 def admit(node: GovernorNode, name: str, claim: dict[str, Any], namespace: str) -> Path:
-    """Start a container of a pod with the first share of a claim."""
+    """Admit a container of a pod with the first share of a claim."""
     return node.container(
         name,
         annotations={},
@@ -62,7 +62,7 @@ def admit(node: GovernorNode, name: str, claim: dict[str, Any], namespace: str) 
 def test_pods_of_any_namespace_use_the_device_plugins_units(
     node: GovernorNode, tmp_path: Path
 ) -> None:
-    """The kubelet names no namespace together with units; the engine names the pod's together with the container."""
+    """The kubelet's request for units has no namespace; the engine names the pod's namespace for each container."""
     governor = NodeClient(node.config.runtime_dir)
     allocations = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
@@ -70,7 +70,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(
         (device,) = allocations.allocate([own])
         claim = next(one for one in governor.claims() if one["uid"] in device)
         admit(node, f"of-{namespace}", claim, namespace)
-        # No namespace can have this name, so that no claim of the cluster is taken for units.
+        # No namespace can have this name, so no claim of the cluster is mistaken for units.
         assert "." in claim["namespace"]
     assert [one["shares"][0]["containers"] for one in governor.claims()] == [
         ["of-default"],
@@ -81,7 +81,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(
 def test_prepared_claims_are_announced_again_after_the_database_was_lost(
     node: GovernorNode, tmp_path: Path
 ) -> None:
-    """When a container of these claims restarts, the kubelet is not asked to prepare anything."""
+    """When a container with such a claim restarts, the kubelet does not prepare the claim again."""
     governor, cluster = NodeClient(node.config.runtime_dir), ServedClaims()
     directory = Directory(tmp_path / "cdi")
     driver = ClaimDriver(NODE, governor, cluster, directory)

@@ -1,5 +1,5 @@
 """The recheck mark of a slice, which makes kube-scheduler retry waiting pods: when it changes, and
-the bound on how often.
+how often at most.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_claim_that_is_prepared_after_an_update_causes_another(node: MarkedNod
     assert node.updates[1] - node.updates[0] >= INTERVAL_S
 
 
-def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: MarkedNode) -> None:
+def test_a_claim_that_is_prepared_again_causes_an_update_with_a_new_mark(node: MarkedNode) -> None:
     node.claims.add("u-1")
     assert node.pass_time(60) == 1
     node.claims.clear()
@@ -99,12 +99,12 @@ def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: Ma
     assert node.pass_time(60) == 1
 
 
-def test_without_room_there_is_no_update_at_the_time_or_later(node: MarkedNode) -> None:
+def test_claims_that_are_prepared_without_room_cause_no_update_even_later(node: MarkedNode) -> None:
     node.room = False
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 0
     node.room = True
-    node.claims.remove("u-1")  # to the scheduler, the end of a claim is an event in itself
+    node.claims.remove("u-1")  # the end of a claim makes the scheduler retry pods anyway
     assert node.pass_time(600) == 0
 
 
@@ -154,7 +154,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: MarkedNode, mark: str
     )
 )
 def test_updates_are_bounded_for_any_sequence_of_events(steps: list[tuple[str, int]]) -> None:
-    """At most one update in six seconds of a driver's life, and no more than claims were prepared and drivers started."""
+    """At most one update in six seconds of a driver's life, and at most one for each prepared claim and each restart."""
     node, prepared, started = MarkedNode(), 0, 0.0
     for what, number in steps:
         uid = f"u-{number}"
@@ -189,7 +189,7 @@ def test_updates_are_bounded_for_any_sequence_of_events(steps: list[tuple[str, i
         ({"memory_left": 519 * MIB}, False),
     ],
 )
-def test_room_is_for_the_smallest_share_of_one_gpu(more: dict[str, int], *, room: bool) -> None:
+def test_a_gpu_has_room_if_the_smallest_share_fits(more: dict[str, int], *, room: bool) -> None:
     full = gpu(1, compute_left=0)
     assert has_room(answer(full, gpu(0, **more)), ()) is room
     assert not has_room(answer(full, gpu(0, **more)), {gpu(0)["uuid"]})
@@ -220,7 +220,7 @@ def stored_mark(api: ApiServer) -> str | None:
     return mark
 
 
-def test_a_mark_changes_nothing_else_of_the_slice(api: ApiServer) -> None:
+def test_a_mark_changes_nothing_else_in_the_slice(api: ApiServer) -> None:
     publisher = Publisher(Cluster(str(api.kubeconfig)), interval=0.0)
     assert publisher.publish(wanted())
     before = api.slice_of()
@@ -317,7 +317,7 @@ def test_a_driver_that_is_killed_marks_the_slice_as_often_as_one_that_is_not(sta
 
 
 def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
-    """Wait until the slice's mark is that of these claims; return it."""
+    """Wait until the slice's mark is that of these claims; return the mark."""
     digest = _digest(document["metadata"]["uid"] for document in documents)
 
     def found() -> str | None:
@@ -328,7 +328,7 @@ def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
 
 
 def _wait_looks(stand: Stand) -> None:
-    """Wait for more rounds of a driver's loop than those for which it defers an update."""
+    """Wait for more rounds of a driver's loop than it can defer an update."""
     looks = stand.governor.count("gpus")
     wait_for(lambda: stand.governor.count("gpus") >= looks + 8, "some rounds")
 
@@ -336,7 +336,7 @@ def _wait_looks(stand: Stand) -> None:
 def test_the_loop_marks_the_slice_while_a_gpu_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop takes into account claims, room, taints, and a governor that is away."""
+    """The loop takes claims, room and taints into account."""
     loop, slices, governor, pass_time = _loop(tmp_path, monkeypatch)
     loop.step()
     governor.booked["u-1"] = {"uid": "u-1", "namespace": "ns", "name": "c", "shares": []}

@@ -20,8 +20,8 @@ from tests.kubernetes.kubelet import wait_for
 def pod_of(
     document: dict[str, Any], *, sandbox: bool | None = False, **more: Any
 ) -> dict[str, Any]:
-    """Return the pod that a claim is reserved for; with `sandbox=None` the kubelet has reported no
-    condition for it yet.
+    """Return the pod for which a claim is reserved. With `sandbox=None` its status has no condition
+    for the sandbox yet.
     """
     (reserved,) = document["status"]["reservedFor"]
     conditions = [] if sandbox is None else [
@@ -59,9 +59,9 @@ def annotated(pod: dict[str, Any]) -> bool:
     return ANNOTATION in pod["metadata"].get("annotations", {})
 
 
-def test_pods_that_waited_for_the_driver_are_asked_for_again(stand: Stand) -> None:
-    """This is the state after a reboot: the pod's status is from before the reboot, but its sandbox
-    is gone.
+def test_pods_that_waited_for_the_driver_are_annotated(stand: Stand) -> None:
+    """The pod `rebooted` is in the state after a reboot of the node: its status is from before the
+    reboot, but its sandbox is gone.
     """
     pending = add(stand, claim("pending", "ns", result(0, compute="5")), sandbox=None)
     rebooted = add(stand, claim("rebooted", "ns", result(0, compute="5")), phase="Running")
@@ -94,7 +94,7 @@ def test_pods_whose_claims_the_kubelet_has_requested_are_left_alone(stand: Stand
     assert not annotated(pod)
 
 
-def test_a_pod_whose_call_has_waited_in_vain_is_asked_for_again(stand: Stand) -> None:
+def test_a_pod_whose_call_has_waited_in_vain_is_annotated(stand: Stand) -> None:
     full, late = claim("full", "ns", result(0, compute="100")), claim("late", "ns", result(0))
     wrong = claim("wrong", "ns", result(0, compute="500"))
     stand.api.add_claim(full)
@@ -103,7 +103,8 @@ def test_a_pod_whose_call_has_waited_in_vain_is_asked_for_again(stand: Stand) ->
     waiting, refused = add(stand, late), add(stand, wrong)
     stand.kubelet.prepare(reference(full))
     assert stand.kubelet.prepare(reference(wrong), timeout=4)[wrong["metadata"]["uid"]].error
-    # The timeout is long enough for a busy machine, too: only a call that has waited leads to a retry.
+    # The timeout is long enough for a busy machine, too: only a call that has waited causes an
+    # annotation.
     assert stand.kubelet.prepare(reference(late), timeout=8)[late["metadata"]["uid"]].error
     (said,) = wait_for(lambda: stand.logged("pod-asked-again"), "it is asked for again")
     assert (said["pod"], said["why"]) == (waiting["metadata"]["name"], "refused")
@@ -189,7 +190,7 @@ def test_an_api_server_that_fails_is_asked_again(api: Api, resync: Resync) -> No
     assert (api.asked, len(api.written)) == (3, 1)
 
 
-def test_pods_of_a_claim_that_could_not_be_read_are_searched(api: Api, resync: Resync) -> None:
+def test_pods_of_a_claim_that_could_not_be_read_are_searched_for(api: Api, resync: Resync) -> None:
     document = claim("a", "ns")
     api.listed, api.found = [pod_of(document)], {"a": document}
     resync.refused("ns", None)
@@ -209,7 +210,7 @@ def test_a_missing_permission_is_logged_once_and_ends_the_attempts(
     assert capsys.readouterr().out.count("pods-not-asked-again") == 1
 
 
-def test_another_pod_of_the_same_name_is_left_alone(
+def test_another_pod_of_the_same_name_is_not_annotated(
     stand: Stand, api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kube.cluster import Cluster

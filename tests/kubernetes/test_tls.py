@@ -1,8 +1,8 @@
-"""The API server over TLS: which authorities are trusted, and what a failure says. The server and openssl are
-real.
+"""The API server over TLS: which authorities are trusted, and how errors are explained. The TLS server and openssl
+are real.
 
-Python sets VERIFY_X509_STRICT from 3.13 on; for older versions the tests set it, in the one place where urllib3
-makes contexts.
+Python sets VERIFY_X509_STRICT from 3.13 on; for older versions the tests set it, in the function with which urllib3
+creates contexts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def openssl(*words: str, cwd: Path) -> None:
 
 
 def authority(directory: Path, name: str, *extensions: str) -> Path:
-    """Make a certificate authority with only these extensions."""
+    """Make a certificate authority with these extensions besides constraints and key identifier."""
     (directory / f"{name}.cnf").write_text(
         f"[req]\ndistinguished_name=dn\nx509_extensions=ext\nprompt=no\n[dn]\nCN={name}\n[ext]\n"
         + "\n".join(("basicConstraints=critical,CA:TRUE", "subjectKeyIdentifier=hash", *extensions))
@@ -102,7 +102,7 @@ class _Quiet(ThreadingHTTPServer):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Path], int]]:
-    """Serve with a certificate; return the port."""
+    """Yield a function that starts a server with a certificate and returns the port."""
     servers = []
 
     def start(pem: Path) -> int:
@@ -156,7 +156,7 @@ def kubeconfig(directory: Path, port: int, ca: Path, host: str = "127.0.0.1") ->
 def test_an_authority_without_key_usage_is_trusted(
     tmp_path: Path, serve: Callable[[Path], int]
 ) -> None:
-    """EKS and microk8s make such authorities; urllib3 with its default settings refuses the same
+    """EKS and microk8s create such authorities; urllib3 with its default settings refuses the same
     server.
     """
     ca = authority(tmp_path, "plain")
@@ -179,7 +179,7 @@ def test_an_authority_without_key_usage_is_trusted(
         ("expired", "certificate has expired"),
     ],
 )
-def test_a_certificate_that_is_not_the_api_servers_is_refused_with_a_hint(
+def test_an_invalid_server_certificate_is_refused_with_a_hint(
     tmp_path: Path, serve: Callable[[Path], int], wrong: str, words: str
 ) -> None:
     ca = authority(tmp_path, "plain")

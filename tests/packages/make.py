@@ -24,7 +24,7 @@ def package(kind: str, *arguments: str, version: str = "") -> Path:
         out = ROOT / "build/packages" / f"tests-{os.getpid()}-{len(_made)}"
         atexit.register(shutil.rmtree, out, ignore_errors=True)
         with (ROOT / "build/packages.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker would build in the same place
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker would build in the same directory
             done = subprocess.run(
                 ["tools/package", kind, *arguments],
                 cwd=ROOT,
@@ -40,8 +40,9 @@ def package(kind: str, *arguments: str, version: str = "") -> Path:
 
 
 def fresh_root(suite: str, *, slim: bool = False) -> Path:
-    """Return the root of a fresh system of a release, with engines and without Tidegate; `slim` leaves the
-    engines out, too.
+    """Return the root directory of a fresh system of a release, with engines and without Tidegate.
+
+    With `slim`, it has no engines either.
     """
     done = subprocess.run(
         ["tools/package-root", suite, *(["slim"] if slim else [])],

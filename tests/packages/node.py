@@ -1,7 +1,7 @@
-"""A fresh system of a Debian release on which a package is installed, as a node of namespaces.
+"""A node for tests of packages: a fresh Debian or Ubuntu system in namespaces.
 
-Nothing of the checkout is visible in it: only what the package installed can run. The simulated GPU's driver is in the
-directory where NVIDIA's would be.
+The checkout is not visible there, so only what the package installed can run. The simulated GPU's
+driver is in the directory where NVIDIA's would be.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PackageNode:
         return str(shutil.copy(package, self.host.work / package.name))
 
     def files(self) -> set[str]:
-        """Return the files where packages put files, and the directories that name Tidegate."""
+        """Return the files where packages install, and the directories there that name Tidegate."""
         places = ("/usr", "/etc", "/opt", "/var/lib/systemd", "/var/lib/tidegate", "/run/tidegate")
         expression = ("(", "!", "-type", "d", "-o", "-path", "*tidegate*", ")", "-print")
         found = self.host.run("find", *places, "-xdev", *expression).stdout.splitlines()
@@ -114,7 +114,7 @@ def old_docker(host: EngineHost) -> bool:
 def fresh_node(
     suite: str, base: Path, build: Path, require: Callable[..., None]
 ) -> Iterator[PackageNode]:
-    """A node of a release, with a GPU."""
+    """Start a node that runs a release and has a GPU; stop it when the block ends."""
     require("debootstrap", "gcc", "nsenter", "unshare", "setpriv")
     root = fresh_root(suite)
     machine = Simulated(base / "machine", build)

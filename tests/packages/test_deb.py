@@ -67,7 +67,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     node.apt("install", *sorted(set(depends)))
     before = node.files()
 
-    # Installation: the programs are there, compiled, and find their files.
+    # Installation: the programs are installed and compiled, and find their files.
     node.install(deb)
     assert host.check("tidegate", "--version") == f"tidegate {VERSION}\n"
     assert host.check("readlink", "-f", "/usr/bin/tidegate-hook").startswith(
@@ -80,7 +80,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     node.start_governor()
     found = json.loads(host.run("tidegate", "doctor", "--json").stdout)["findings"]
     assert [one for one in found if one["state"] == "wrong"] == []
-    # No program has written bytecode that the package does not know of.
+    # No program has written bytecode in addition to what the package compiled.
     assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
 
     # The main job, with the engines of the release.
@@ -95,8 +95,8 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     time.sleep(6)
     done = [units(one) - b for one, b in zip(running, begun, strict=True)]
     seconds = time.monotonic() - at
-    # Units take 0.5 ms. This machine may be slow, and other programs use it, too: a container never gets more than
-    # its share, but may get less, down to half of it.
+    # Units take 0.5 ms. This machine may be slow or busy with other programs: a container never gets
+    # more than its share, but may get less, down to half of it.
     delivered = [n * 0.05 / seconds for n in done]
     for share, percent in zip(shares, delivered, strict=True):
         assert int(share) / 2 < percent < int(share) + 3, delivered
@@ -137,8 +137,8 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     maps = host.check("grep", "-c", f"{node.generation()}", f"/proc/{running[0].pid}/mountinfo")
     assert int(maps)
 
-    # A removal is refused while engines need the programs to end containers; a refused removal has
-    # changed nothing.
+    # A removal is refused while engines need the programs to end containers, and a refused removal
+    # changes nothing.
     refused = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--remove", "tidegate", timeout=120)
     assert refused.status != 0
     assert "end them first" in refused.text
@@ -176,9 +176,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
 def test_the_lintian_of_the_release_has_no_error_for_the_package(
     node: PackageNode, deb: Path
 ) -> None:
-    """The lintian of a newer release knows rules that the lintian of the release that builds the package does not
-    know.
-    """
+    """A newer release's lintian has rules that the lintian of the release that builds it lacks."""
     node.apt("install", "lintian")
     # The C programs are linked statically on purpose. Older releases take them for libraries, and complain about an
     # override of a tag that they do not find.
@@ -187,7 +185,7 @@ def test_the_lintian_of_the_release_has_no_error_for_the_package(
     assert ran.status == 0, ran.text
 
 
-def test_a_forced_removal_takes_nothing_from_a_container(
+def test_a_forced_removal_leaves_running_containers_intact(
     node: PackageNode, deb: Path, image: Path
 ) -> None:
     node.install(deb)

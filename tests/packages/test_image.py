@@ -1,7 +1,7 @@
 """The image of packaging/kubernetes: its Containerfile is executed line by line, and the pods' commands run in the result.
 
 The image is not built by an engine, which would fetch its base from a registry. The base here is a fresh minimal system of
-the same release. The meaning of the instructions, as far as ours uses them, is from Docker's reference of the Dockerfile.
+the same release. The instructions are interpreted as Docker's Dockerfile reference defines them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PACKAGE = "build/packages/tidegate_*_amd64.deb"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 NOBODY = "65534:0"
 
-# The command runs in a mount and PID namespace of its own, so that nothing of it remains on the
-# host.
+# The command runs in a mount and PID namespace of its own, so that none of its mounts and processes
+# remain on the host.
 ENTER = """mount -t proc proc "$0/proc" && exec chroot ${user:+"--userspec=$user"} "$0" "$@" """
 
 
@@ -118,7 +118,7 @@ class ImageBuild:
         bundle.unlink(missing_ok=True)
 
     def copy(self, image: ImageStage, words: list[str]) -> None:
-        """Copy a file of the context, or a directory of another stage."""
+        """Copy a file from the build context, or a directory from another stage."""
         options = dict(word[2:].split("=") for word in words if word.startswith("--"))
         source, target = (word for word in words if not word.startswith("--"))
         to = image.root / target.lstrip("/")

@@ -63,7 +63,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_everything_has_its_place(prefix: Path) -> None:
+def test_the_expected_files_are_installed(prefix: Path) -> None:
     # These directories change with each new page, completion and dashboard.
     others = ("lib/tidegate/python/", "share/man/", "share/bash-completion/", "share/zsh/")
     shared = ("share/tidegate/grafana/", "share/tidegate/prometheus/", "share/tidegate/kubernetes/")
@@ -225,7 +225,7 @@ def test_every_module_is_found_in_the_installation_with_its_libraries(prefix: Pa
 
 
 def test_no_loader_of_the_node_finds_the_control_library(prefix: Path) -> None:
-    """A program of the host that loads libcuda.so.1 is in no container: it gets the driver, or an error."""
+    """A program that loads libcuda.so.1 outside of containers gets the driver or an error."""
     found = names(prefix)
     assert [n for n in found if "libcuda" in n or "libnvidia-ml" in n] == [
         f"lib/tidegate/{TRIPLET}/libcuda.so.1", f"lib/tidegate/{TRIPLET}/libnvidia-ml.so.1"
@@ -471,7 +471,7 @@ def test_packages_include_each_script_and_no_other() -> None:
     ]
     asked = [n for text in texts for n in re.findall(r"^#INCLUDE# (\S+)$", text, re.MULTILINE)]
     spec = re.findall(r"^@(\S+\.sh)@$", (PACKAGING / "rpm/tidegate.spec").read_text(), re.MULTILINE)
-    # Both formats run the same scripts after an upgrade, before a removal and after it.
+    # Both formats run the same scripts: after an upgrade, before a removal, and after a removal.
     assert (
         asked
         == spec
@@ -484,8 +484,8 @@ def test_packages_include_each_script_and_no_other() -> None:
     assert set(asked) == {path.name for path in (PACKAGING / "scripts").iterdir()}
 
 
-# A tmpfs in a separate mount namespace, in which each test makes its mounts and a stand-in for a
-# container's mount.
+# A script for a separate mount namespace. On a tmpfs, it makes the mounts of a test, one of which
+# stands in for a container's mount.
 NODE = """set -e
 mount -t tmpfs none {base}
 cd {base}
@@ -545,7 +545,7 @@ def test_package_scripts_detect_a_mirror_that_containers_have_mounted(
     assert (done.returncode, done.stdout) == (0, f"{output}\n"), done.stderr
 
 
-def test_a_mounted_disk_does_not_fail_the_removal(tmp_path: Path) -> None:
+def test_a_removal_succeeds_although_a_disk_is_mounted(tmp_path: Path) -> None:
     """The disk stays mounted and is emptied, except for another disk that is mounted below it."""
     steps = (
         "mkdir -p var/lib/tidegate/driver run/tidegate/containers run/cdi usr/lib"

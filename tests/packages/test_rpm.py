@@ -169,7 +169,7 @@ def unpack(rpm: Path, directory: Path) -> Path:
 
 
 def test_the_rhel_package_runs_under_its_python(rhel: Path, tmp_path: Path) -> None:
-    """The only module that it needs from the system is PyYAML. Debian 12's Python is 3.11, too."""
+    """The only module that it needs from the system is PyYAML. Debian 12's Python is also 3.11."""
     import sys
     import sysconfig
 
@@ -196,7 +196,7 @@ def test_the_rhel_package_runs_under_its_python(rhel: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
-def test_the_scriptlets_do_what_those_of_debian_do(
+def test_the_scriptlets_do_the_same_as_debians_scripts(
     request: pytest.FixtureRequest, which: str
 ) -> None:
     said = scriptlets(request.getfixturevalue(which))
@@ -252,7 +252,7 @@ def test_the_installed_package_runs_containers_is_upgraded_under_them_and_erased
 ) -> None:
     host = node.host
     options = RHEL if which == "rhel" else ()
-    # Of these modules RHEL has only PyYAML.
+    # The package for RHEL contains these modules.
     modules = ("jsonschema", "prometheus-client", "pyelftools", "structlog")
     node.apt(
         "install", "rpm", "python3-yaml", *(f"python3-{m}" for m in modules if which == "fedora")
@@ -283,7 +283,7 @@ def test_the_installed_package_runs_containers_is_upgraded_under_them_and_erased
     assert len(node.books()) == 1
     assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
 
-    # The container stays under the governor's control, and the package cannot be erased.
+    # After an upgrade the container is still governed, and the package cannot be erased.
     old = node.generation()
     install("--upgrade", package("rpm", *options, version=NEWER))
     assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"

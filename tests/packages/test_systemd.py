@@ -1,8 +1,8 @@
 """The installed units under a running systemd, on a fresh system of the release: what the Debian package's scripts start,
 restart and stop, and what the script for a wheel does.
 
-The system is PID 1 of a container, on an overlay over the output of tools/package-root, with the simulated GPU's driver
-installed.
+The release's systemd is PID 1 of a container whose root is an overlay over the output of
+tools/package-root. The simulated GPU's driver is installed there.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class InstalledRelease(BootedContainer):
         self.gpu = gpu
 
     def config(self) -> str:
-        """Return a configuration without mounts of the checkout, and with the capability to lower
-        an OOM score, as on a real system.
+        """Return a configuration without mounts of the checkout, and with capabilities that units
+        have on a real system, as far as this machine has them.
         """
         document = json.loads(config(self.rootfs))
         document["mounts"] = [
@@ -161,7 +161,7 @@ def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the
     assert_steering_starts(machine, "PYTHONPATH=/usr/lib/tidegate/python python3")
     generation = machine.shell("readlink /var/lib/tidegate/driver/current")
 
-    # A reload of a wrong configuration fails and stops nothing; the corrected configuration takes
+    # A reload of an invalid configuration fails and stops nothing; a corrected configuration takes
     # effect.
     ours = "/etc/tidegate/config.d/50-ours.yaml"
     machine.shell(f"echo 'placemnt: pack' >{ours}; ! systemctl reload tidegate-governor")
@@ -237,7 +237,7 @@ def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
-def test_the_script_of_tidegate_install_makes_a_node_from_a_wheel(
+def test_the_script_of_tidegate_install_sets_up_a_node_from_a_wheel(
     machine: InstalledRelease, tmp_path: Path
 ) -> None:
     modules = "jsonschema prometheus-client pyelftools structlog yaml".replace(" ", " python3-")

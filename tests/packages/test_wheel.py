@@ -114,7 +114,7 @@ def test_nothing_is_replaced_if_a_package_is_installed(
 
 
 def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an environment pip puts commands below /usr/local, and on some systems into /usr/bin."""
+    """Outside an environment, pip puts commands below /usr/local, on some systems into /usr/bin."""
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     code = Path("/usr/local/lib/python3.11/dist-packages")
     for commands in ("/usr/local/bin", "/usr/bin"):

@@ -95,8 +95,8 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     time.sleep(6)
     done = [units(one) - b for one, b in zip(running, begun, strict=True)]
     seconds = time.monotonic() - at
-    # Units take 0.5 ms. This machine may be slow or busy with other programs: a container never gets
-    # more than its share, but may get less, down to half of it.
+    # Units take 0.5 ms. This machine may be slow or busy with other programs: a container never
+    # gets more than its share, but may get less, down to half of it.
     delivered = [n * 0.05 / seconds for n in done]
     for share, percent in zip(shares, delivered, strict=True):
         assert int(share) / 2 < percent < int(share) + 3, delivered
@@ -176,7 +176,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
 def test_the_lintian_of_the_release_has_no_error_for_the_package(
     node: PackageNode, deb: Path
 ) -> None:
-    """A newer release's lintian has rules that the lintian of the release that builds it lacks."""
+    """A newer release's lintian has rules that lintian lacks where the package is built."""
     node.apt("install", "lintian")
     # The C programs are linked statically on purpose. Older releases take them for libraries, and complain about an
     # override of a tag that they do not find.

@@ -108,7 +108,7 @@ class Host:
         )
 
     def put_mirror(self) -> Path:
-        """Make a mirror of that driver and put it in force."""
+        """Make a mirror of that driver, as its current generation."""
         control = put_control_with_origin(self.root / "usr/lib/tidegate/x86_64-linux-gnu")
         directory = self.root / "var/lib/tidegate/driver"
         directory.mkdir(parents=True)

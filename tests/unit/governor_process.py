@@ -94,7 +94,7 @@ class GovernorNode:
         self._short.cleanup()
 
     def write(self, **settings: Any) -> None:
-        """Write config.yaml with the options that a node needs and with these."""
+        """Write config.yaml with the options that a node needs and with `settings`."""
         self.file.write_text(yaml.safe_dump({**self.settings, **settings}))
 
     def start(self, *program: str) -> None:

@@ -100,7 +100,7 @@ class MetricsWorld:
         return child
 
     async def raw(self, data: bytes, *, path: Path | None = None) -> bytes:
-        """Send `data` and return all that comes back until the connection ends."""
+        """Send `data` and return all that is received until the connection ends."""
         reader, writer = await asyncio.open_unix_connection(str(path or self.path))
         with contextlib.suppress(ConnectionError):
             writer.write(data)
@@ -143,7 +143,7 @@ Result = TypeVar("Result")
 class Served:
     """A world with its page at a loopback port, run on a thread for a test that waits for a browser.
 
-    The test sets the page's history: time passes only by calls of `step`.
+    The test sets the page's history, whose time advances only with `step`.
     """
 
     def __init__(self, directory: Path, library: Path) -> None:

@@ -1,12 +1,12 @@
 """A stand-in for NVIDIA's kernel module: objects, control calls and the trace, as its ioctls behave.
 
-Its behaviour was taken from the published source (580.142, src/nvidia/src/kernel/rmapi). A call on
-a client is valid only through the open file that allocated the client (`rmclientValidate_IMPL`,
-strict). GET_ACCESS_RIGHTS can ask about any client from the caller's own. Parameters must have
-their exact size. Client handles come from a counter. Here, open files are identified by descriptor,
-because each descriptor is a separate file. The clock advances only when a test advances it. Only a
-process that has the GPU's device node open can allocate a device object (`osIsGpuAccessible`);
-here, the node is `nvidia3` of `make_nodes`.
+Its behaviour follows the published source (580.142, src/nvidia/src/kernel/rmapi). A call on a
+client is valid only through the open file that allocated the client (`rmclientValidate_IMPL`,
+strict). GET_ACCESS_RIGHTS, called on the caller's own client, answers about any client. Parameters
+must have their exact size. Client handles come from a counter. Here, open files are identified by
+descriptor, because each descriptor is a separate file. The clock advances only when a test advances
+it. Only a process that has the GPU's device node open can allocate a device object
+(`osIsGpuAccessible`); here, the node is `nvidia3` of `make_nodes`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Object:
     parent: int
     kind: int
     timeslice_us: int = 2048
-    off: int = 0  # number of switch-offs not yet undone, as the driver counts
+    off: int = 0  # number of times switched off and not yet on again, as the driver counts
     data: bytearray = field(default_factory=bytearray)
 
 

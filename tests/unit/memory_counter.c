@@ -1,6 +1,6 @@
 /*
- * A driver that only counts blocks of 2 MiB in a file that all processes share. It takes no time,
- * so races concern the accounting alone. It knows the sum over all processes at each moment, which
+ * A driver that only counts blocks of 2 MiB in a file that all processes share. Its calls take no
+ * time, so only the accounting can race. It knows the sum over all processes at each moment, which
  * no process can see. The simulated driver has the functions that are missing here.
  */
 #include <fcntl.h>

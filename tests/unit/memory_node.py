@@ -273,7 +273,7 @@ class MemoryNode:
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self.returned: list[int] = []  # pids that connected again, as if to another governor
-        self.given_fd: int | None = None  # ledger that they get in place of the one that they have
+        self.given_fd: int | None = None  # ledger that they get instead of their present one
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._closing = threading.Event()
@@ -303,14 +303,14 @@ class MemoryNode:
         return page
 
     def go_away(self) -> None:
-        """Make the governor appear to be away from here on."""
+        """Make the governor appear to be away from now on."""
         self._closing.set()
         self._beating.join()
         pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 5 * SECOND)
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Make the governor appear away for so long that a process that starts does not wait."""
+        """Make the governor appear to be away for so long that a starting process does not wait."""
         path = self.runtime / "governor.sock"
         path.rename(self.runtime / "elsewhere")
         self.go_away()
@@ -373,7 +373,7 @@ class MemoryNode:
                 socket.send_fds(connection, [answer], [self._ledger_fd, *self.more_fds(slot)])
 
     def more_fds(self, slot: int) -> list[int]:
-        """Return descriptors that the process of a slot gets besides the ledger."""
+        """Return the descriptors that the process of a slot gets in addition to the ledger."""
         del slot
         return []
 
@@ -494,7 +494,7 @@ class MemoryNode:
             yield
 
     def used(self, device: int = 0) -> int:
-        """Bytes that the processes are charged plus the driver's overhead, computed as `account_used` does."""
+        """Return the processes' charges plus the driver's overhead in bytes, as `account_used` does."""
         reconciled = self.read("reconciled_ns", device)
         total = self.read("memory_overhead", device)
         for slot in range(pages.read(self.ledger, 0, "ledger_header", "n_slots")):

@@ -1,7 +1,7 @@
 /*
  * The parts of the driver's memory API that the simulated driver lacks, loaded in front of it: the
  * variants of functions from the first CUDA versions, and functions that need hardware or another
- * process. They take memory of the simulated GPU where its driver has a way to do so, and none
+ * process. They take memory of the simulated GPU where its driver can provide it, and none
  * otherwise. The tests check the charges.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.

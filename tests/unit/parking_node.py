@@ -58,7 +58,7 @@ class ParkingNode(MemoryNode):
             os.close(arena)
 
     def order(self, *, resident: bool) -> None:
-        """Order that the memory is moved, and wake the threads that move it."""
+        """Order that the memory be unparked or parked, and wake the threads that move it."""
         self.write("resident", int(resident))
         view = ctypes.c_uint32.from_buffer(
             self.grant, layout.grant_device(0) + layout.offsets(layout.GRANT_DEVICE)["resident"]

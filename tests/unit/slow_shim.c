@@ -66,7 +66,7 @@ int cuMemAllocPitch_v2(unsigned long long *at, size_t *pitch, size_t width, size
     return result;
 }
 
-/* No other thread learns of the allocation while the call is stopped. */
+/* Waits while an allocation is stopped, so that no other thread learns of the allocation. */
 int cuMemPoolGetAttribute(void *pool, int attribute, void *value)
 {
     char reached[1024];

@@ -235,9 +235,9 @@ def test_long_work_is_charged_and_paid_back(library):
 def play_overrun(library, length, until, *, rival=50, step=MS):
     """Run kernels of `length` ns in a container of 10 %, beside one that always has short work.
 
-    A kernel that runs when its grant is over shares the GPU with the holder, as without Tidegate. The ledger
-    shows its end 5 ms later. Return what each used and what each was charged, in
-    percent of the GPU.
+    A kernel that still runs when its grant is over shares the GPU with the holder, as without
+    Tidegate. The ledger shows its end 5 ms later. Return what each container used and what it was
+    charged, in percent of the GPU.
     """
     with Arbiter(library, config()) as arbiter:
         long = arbiter.add(WHOLE // 10, WHOLE // 10, 0)
@@ -280,7 +280,7 @@ def play_overrun(library, length, until, *, rival=50, step=MS):
 
 @pytest.mark.parametrize("length_ms", [200, 2000, 5000])
 def test_kernels_that_outlast_any_grant_are_paid_for(library, length_ms):
-    """Kernels of 2 s at 10 % once got 39 % of the GPU, and those of 5 s 61 %."""
+    """In an earlier version, kernels of 2 s got 39 % of the GPU, and kernels of 5 s got 61 %."""
     (long, short), (charged, _) = play_overrun(library, length_ms * MS, 150 * S)
     assert long <= 10 + 2
     assert short >= 50 - 1.5
@@ -317,9 +317,9 @@ def test_a_false_overrun_gives_others_no_more_than_its_containers_share(library)
 
 
 def test_a_container_that_paused_while_alone_does_not_make_up_for_it_later(library):
-    """The container misses part of its share because it pauses.
+    """The container of 85 % misses part of its share because it pauses.
 
-    When all of that was owed to it, a container of 10 % got nothing.
+    If all of that is owed to it later, the container of 10 % gets nothing.
     """
     with Arbiter(library, config()) as arbiter:
         first, sleeper = (
@@ -357,7 +357,10 @@ def overrun_of(arbiter, tenant, now, *, until, overruns=True):
 
 
 def test_an_overrun_reported_only_while_an_accomplice_holds_the_gpu_is_not_believed(library):
-    """Three liars of 3 % gave an accomplice of 50 % 73 % of the GPU, and an honest neighbour got 27 of its 41 %."""
+    """If it is believed, three liars with 3 % each get an accomplice 73 instead of 50 % of the GPU.
+
+    An honest neighbour then gets 27 of its 41 %.
+    """
     with Arbiter(library, config()) as arbiter:
         friend, honest = (
             arbiter.add(WHOLE * share // 100, WHOLE * share // 100, 0) for share in (50, 41)
@@ -464,7 +467,7 @@ def test_sleeping_earns_no_credit(library):
     assert other.share(5 * S, 6 * S) == pytest.approx(60, abs=1.5)
 
 
-def test_a_report_of_no_use_is_believed_within_bounds_only(library):
+def test_a_report_of_no_use_is_believed_only_within_bounds(library):
     """A container that reports no GPU time at all gains at most what a hand-over may cost."""
     jobs = [ModelJob(30, 30), ModelJob(30, 30)]
     play(library, jobs, 20 * S, honest=False)
@@ -473,7 +476,9 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 @pytest.mark.parametrize(("last", "taken"), [(-2, 10), (0, 10), (5, 15), (9, 19), (11, 20)])
 def test_a_holder_that_does_not_return_its_grant_is_passed_over(library, last, taken):
-    """The GPU is granted again 10 ms after the holder's last sign of life, and 20 ms after the deadline at the latest."""
+    """The GPU is granted again 10 ms after the holder's last sign of life, and at the latest 20 ms
+    after the deadline.
+    """
     with Arbiter(library, config()) as arbiter:
         stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
@@ -517,9 +522,10 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
 
 
 def test_a_hand_over_is_time_that_was_held_and_not_charged(library):
-    """The grant is held for 5 ms and the GPU's clock measures 4.7: the difference is known before the next grant.
+    """The grant is held for 5 ms, of which the GPU's clock measures 4.7 ms as used.
 
-    A grant that was not used counts as hand-over as well.
+    The difference is known before the container's next grant. An unused grant also counts as
+    hand-over.
     """
     with Arbiter(library, config()) as arbiter:
         one, other = halves(arbiter)
@@ -610,7 +616,7 @@ def test_a_holder_that_held_long_and_did_little_is_not_waited_for_again(library)
         assert waited == [1000, 20, 20]
 
 
-def test_a_removed_holder_is_followed_at_once(library):
+def test_the_gpu_is_granted_at_once_when_its_holder_is_removed(library):
     with Arbiter(library, config()) as arbiter:
         first, second = halves(arbiter)
         arbiter.want(first, 0, want=True)
@@ -772,9 +778,9 @@ def test_a_small_share_with_pauses_is_delivered_in_full(library):
 
 
 def play_stopped(library, other_limit: int, until: int, back: int) -> tuple[list[int], list[int]]:
-    """Run two containers with half a GPU each, of which one is stopped while it wants the GPU.
+    """Run two containers with half a GPU each, one of which is stopped while it wants the GPU.
 
-    Return the times at which each had the GPU.
+    Return the times, in ns, at which each had the GPU.
     """
     stopped_from = 100 * MS
     with Arbiter(library, config()) as arbiter:
@@ -816,7 +822,7 @@ def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_li
     assert any(S <= at < S + 20 * MS for at in stopped)
 
 
-def test_a_container_without_a_sign_gets_the_gpu_if_no_other_wants_it(library):
+def test_a_container_without_a_sign_of_life_gets_the_gpu_if_no_other_wants_it(library):
     """The host may have descheduled the container for a long time, so its launch comes late."""
     with Arbiter(library, config()) as arbiter:
         late, other = halves(arbiter)
@@ -864,8 +870,8 @@ def test_the_next_holder_is_announced_before_its_grant_begins(quantum):
     assert settings.lead_ns < settings.quantum_ns == settings.most_ns
 
 
-def test_the_expected_holder_is_named_when_the_grant_before_it_begins(library):
-    """The expected holder has the time of that grant to prepare work."""
+def test_the_expected_holder_is_named_when_the_preceding_grant_begins(library):
+    """The expected holder can prepare work during that grant."""
     changes = {"prepare_ns": 10 * MS}
     with Arbiter(library, config(**changes)) as arbiter:
         first, second = (arbiter.add(WHOLE // 2, WHOLE // 2, 0) for _ in range(2))

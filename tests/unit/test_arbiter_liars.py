@@ -1,7 +1,7 @@
 """Containers that lie to the arbiter, on a virtual clock: their reports reduce no other share.
 
 A ledger is written by its container, and the arbiter reads it every few microseconds. A container
-can therefore claim at any time that it wants the GPU, that it works, that it is done and for how
+can therefore report at any time that it wants the GPU, that it works, that it is done, and how
 long it worked, whether or not that is true.
 """
 
@@ -70,7 +70,7 @@ def works_for_half_a_hand_over(at: Now) -> None:
 
 
 def calls_and_does_not_come(at: Now) -> None:
-    """Repeatedly want the GPU for short moments, but begin no work when it is granted."""
+    """Want the GPU repeatedly for short moments, but begin no work when it is granted."""
     at.arbiter.want(at.tenant, at.now, want=not at.holds and bool(at.now // TICK % 2))
     if at.holds and at.now >= at.began + UNUSED:
         at.arbiter.released(at.now, used=False)

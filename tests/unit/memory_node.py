@@ -494,7 +494,7 @@ class MemoryNode:
             yield
 
     def used(self, device: int = 0) -> int:
-        """Return the processes' charges plus the driver's overhead in bytes, as `account_used` does."""
+        """Return the bytes charged plus the driver's overhead, computed as `account_used` does."""
         reconciled = self.read("reconciled_ns", device)
         total = self.read("memory_overhead", device)
         for slot in range(pages.read(self.ledger, 0, "ledger_header", "n_slots")):

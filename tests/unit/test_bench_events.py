@@ -1,6 +1,4 @@
-"""The effect of a change, a kill and a stop is computed from stamps: figures from data with a known
-result.
-"""
+"""The effects of a change, a kill and a stop, computed from stamps with a known result."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def test_a_change_is_settled_when_a_whole_window_is_within_three_points() -> Non
     assert settled_after(work, 1000 * MS, 60, 3000 * MS) == 140 * MS
 
 
-def test_a_container_that_was_there_already_is_settled_at_once() -> None:
+def test_a_container_that_already_has_the_new_share_is_settled_at_once() -> None:
     assert settled_after(steps((300, 60)), 1000 * MS, 60, 3000 * MS) == 0
 
 
@@ -58,7 +56,7 @@ def test_a_change_that_never_settles_has_no_settling_time() -> None:
     assert settled_after(work, 1000 * MS, 60, 3000 * MS) is None
 
 
-def test_what_follows_200_ms_after_a_change_is_compared_with_the_new_share() -> None:
+def test_half_a_second_of_work_after_a_change_is_compared_with_the_new_share() -> None:
     assert off_after(steps((120, 30), (25, 60), (25, 50)), 1200 * MS, 60) == -5.0
     assert off_after(steps((120, 30), (49, 60)), 1200 * MS, 60) is None
 
@@ -190,7 +188,7 @@ def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
     assert one == {"at_ns": 500 * MS, "ends_us": [-1000, 3000]}
 
 
-# ---- what the page says about a suite ----
+# ---- a suite on the page ----
 
 
 def arm_of(name: str, seconds: int = 2) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def result_of(suite: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_each_suite_has_its_words_a_table_and_a_figure(suite: str) -> None:
+def test_each_suite_has_its_text_a_table_and_a_figure(suite: str) -> None:
     page = report_docs.build_page({f"2026-01-02-quota-{suite}-simulated": result_of(suite)})
     assert report_suites.WORDS[suite] in page.text
     [(name, svg)] = page.figures.items()
@@ -273,7 +271,7 @@ def test_each_suite_has_its_words_a_table_and_a_figure(suite: str) -> None:
         pytest.param("killed", "| 1 | 1 | 2.0 ms | 2.0 ms | 3.0 ms |", id="a wait of 2 ms"),
     ],
 )
-def test_the_page_says_what_the_data_say(suite: str, line: str) -> None:
+def test_the_page_shows_the_figures_that_follow_from_the_data(suite: str, line: str) -> None:
     assert line in report_docs.build_page({f"x-{suite}": result_of(suite)}).text
 
 

@@ -125,7 +125,7 @@ def test_a_job_that_gave_no_answer_has_no_figures():
     assert told["tenants"][1]["delivered"] is None
 
 
-def test_a_run_is_kept_and_has_its_part_of_the_page(tmp_path):
+def test_a_run_is_kept_and_has_a_section_of_the_page(tmp_path):
     report = {
         "run": describe_run(), "gpu": {"kind": "nvidia", "name": "NVIDIA H200", "driver": "580"},
         "generation": "580-1", "parts": parts(), "summary": gang_figures.summarise(parts()),

@@ -60,7 +60,7 @@ def test_values_may_differ_by_their_tolerance():
         ({"losses": [2.0, 1.0, 0.5]}, "value “words” is missing in one run"),
     ],
 )
-def test_other_values_are_a_difference(values, says):
+def test_values_beyond_the_tolerance_are_a_difference(values, says):
     [found] = compare(arm(), arm(values=values), SEEN)
     assert found.startswith(says)
 
@@ -75,7 +75,7 @@ def test_other_values_are_a_difference(values, says):
         ({"a": True}, {"a": True, "b": True}, "check “b” is missing in the native run"),
     ],
 )
-def test_a_check_has_to_hold_in_both(native, governed, says):
+def test_a_check_has_to_hold_in_both_runs(native, governed, says):
     assert compare(arm(checks=native), arm(checks=governed), SEEN) == [says]
 
 
@@ -138,7 +138,7 @@ def test_the_answer_is_separated_from_other_output():
         (1, 1.0011, False),
         (0.0, 5e-7, True),  # too small for a comparison to mean anything
         (0.0, 5e-6, False),
-        ([1000.0, 0.0], [1000.0, 0.9], True),  # small next to the largest number
+        ([1000.0, 0.0], [1000.0, 0.9], True),  # small compared with the largest number
         ("1", 1, False),
         (float("nan"), float("nan"), False),
     ],
@@ -147,13 +147,13 @@ def test_nearness_is_relative_to_the_largest_value(native, governed, near):
     assert is_near(native, governed, 1e-3) is near
 
 
-def test_counters_are_kept_at_their_highest():
+def test_the_highest_value_of_each_counter_is_kept():
     def look(launches, peak, lookups):
         device = {"launches": launches, "memory_peak": peak, "grants": 1}
         return {"lookups": lookups, "devices": [device, {}]}
 
     seen = Seen()
-    for one in (look(5, 10, 7), look(2, 30, 9), {}):  # a child ended, then the container
+    for one in (look(5, 10, 7), look(2, 30, 9), {}):  # a child has ended, then all
         seen.take(one)
     assert seen == Seen(launches=5, lookups=9, memory_peak=30, grants=1)
 
@@ -172,7 +172,7 @@ def test_every_program_of_the_table_exists():
     assert files - NOT_COMPARED == set(programs.PROGRAMS)
 
 
-def test_the_name_engines_stands_for_the_programs_like_engines():
+def test_the_name_engines_selects_the_programs_that_work_as_engines_do():
     assert programs.parse_arguments(["engines"]).names == list(programs.ENGINES)
     named = programs.parse_arguments(["many", "train", "engines"]).names
     assert named[:2] == ["many", "train"]

@@ -74,7 +74,7 @@ def test_a_unit_counts_in_proportion_to_its_time_in_the_window():
     assert run.share(0, 2 * MS) == 0.25
 
 
-def test_nothing_is_delivered_before_the_first_stamp_and_after_the_last():
+def test_nothing_is_delivered_before_the_first_stamp_or_after_the_last():
     run = Progress([Stamp(10 * MS, 0), Stamp(11 * MS, 0)], Profile({0: 1.0 * MS}, 1.0, 1))
     assert run.share(0, 10 * MS) == 0
     assert run.share(11 * MS, 20 * MS) == 0
@@ -154,7 +154,7 @@ def test_a_file_without_a_stamp_is_an_error(tmp_path, data):
         read_stamps(path)
 
 
-def test_the_common_span_is_where_all_jobs_run():
+def test_all_jobs_run_during_the_common_span():
     profile = Profile({0: 1.0 * MS}, 1.0, 1)
     one = Progress(run_of([1 * MS], steps=10), profile)
     two = Progress(run_of([1 * MS], steps=10, begin=4 * MS), profile)

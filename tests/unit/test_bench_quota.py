@@ -74,7 +74,7 @@ def test_a_burst_begins_with_its_first_unit_and_ends_with_its_last() -> None:
     assert spans_of(stamps, [[0, 2], [3, 5], [6, 9]], 10) == [[0, 30], [460, 520]]
 
 
-def test_work_is_carried_over_steps() -> None:
+def test_a_unit_that_spans_two_steps_is_divided_between_them() -> None:
     stamps = [Stamp(i * 3 * MS, 0) for i in range(100)]
     run = Progress(stamps, Profile({0: 1.5 * MS}, 1.0, 100))
     done = work(run, 0, 10 * SAMPLE_NS)
@@ -98,7 +98,7 @@ def test_no_arm_guarantees_more_than_the_whole_gpu(name: str) -> None:
 
 
 def test_all_suites_run_with_one_configuration() -> None:
-    """A suite that needs a quantum of its own proves nothing."""
+    """A suite that needs a special quantum proves nothing."""
     assert {json.dumps(dict(ARMS[arm].settings)) for arms in SUITES.values() for arm in arms} == {
         "{}"
     }
@@ -216,7 +216,7 @@ class LeftNode(BenchNode):
         (lambda: one_fails("it is broken"), "MachineError: it is broken"),
     ],
 )
-def test_an_arm_that_hangs_or_fails_leaves_the_others_to_be_measured(
+def test_an_arm_that_hangs_or_fails_does_not_end_the_run(
     left_by: Callable[[], object],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -230,7 +230,7 @@ def test_an_arm_that_hangs_or_fails_leaves_the_others_to_be_measured(
     assert said in capsys.readouterr().out
 
 
-def test_without_a_time_limit_an_arm_that_fails_ends_the_run(
+def test_an_arm_that_fails_ends_a_run_without_a_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bench.quota.run_arm", lambda *_: one_fails("it is broken"))

@@ -53,7 +53,7 @@ def report(containers):
 
 
 def test_the_shares_without_tidegate_are_next_to_those_with_it(containers):
-    """Without Tidegate both had 50 %, of which the first second is left out."""
+    """Without Tidegate, both had 50 %; the first second of that run is left out."""
     containers = [
         replace(one, without=container("", 0, 50, seconds=4).progress) for one in containers
     ]
@@ -75,7 +75,7 @@ def test_the_shares_without_tidegate_are_next_to_those_with_it(containers):
     assert "Before 0 s without Tidegate" in chart.subtitle
 
 
-def test_the_report_says_what_was_promised_and_what_was_delivered(report):
+def test_the_report_contains_what_was_promised_and_what_was_delivered(report):
     validate(report)
     assert {k: v for k, v in report.items() if k != "detail"} == {
         "gpu": {"kind": "simulated", "name": "Simulated GPU", "driver": "580.0"},

@@ -46,7 +46,7 @@ def test_a_request_that_arrives_during_another_one_waits_for_it(loop):
     assert second >= 99e6
 
 
-def test_a_service_that_is_stopped_answers_no_more(loop):
+def test_a_service_that_is_stopped_answers_no_further_requests(loop):
     stop = threading.Event()
     stop.set()
     assert loop.serve(pytest.fail, [3600 * 10**9], io.BytesIO(), stop) == 0

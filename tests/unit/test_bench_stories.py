@@ -1,4 +1,4 @@
-"""The measurements of stories are computed from stamps, and a table says what was expected."""
+"""The figures of stories are computed from stamps, and a table compares them with expectations."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_share_is_the_work_that_was_finished_in_a_span(program) -> None:
     assert share(half, 5000, 4.0, 5.0) == 0
 
 
-def test_stamps_of_the_gpu_s_clock_are_converted_to_this_machine_s(program) -> None:
+def test_stamps_of_the_gpus_clock_are_converted_to_this_machines_clock(program) -> None:
     assert program(7 * S, clock_ns=4 * S).times() == [3.0]
 
 
 def test_an_answer_takes_the_time_between_two_answers_less_the_pause(program) -> None:
-    # Answers are 30 ms apart, of which 20 ms are a pause. The first two only show how long one
-    # takes.
+    # Answers are 30 ms apart, of which 20 ms are a pause. The first two are left out, because
+    # Tidegate does not know yet how long such work takes.
     requests = program(
         0, 90_000_000, 170_000_000, *(170_000_000 + i * 30_000_000 for i in range(1, 9))
     )

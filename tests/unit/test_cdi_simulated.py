@@ -18,7 +18,7 @@ from vdriver.refresh import refresh
 def test_a_missing_simgpu_dir_is_reported_with_a_remedy(
     tmp_path, build_dir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """NVML alone would say that a kernel module has to be loaded, but there is none."""
+    """NVML's own error would mention a kernel module, which simulated GPUs do not have."""
     output = tmp_path / "driver"
     refresh("/", output, build_dir / "libcontrol", driver_directories=[build_dir / "simgpu"])
     monkeypatch.delenv("SIMGPU_DIR", raising=False)
@@ -46,7 +46,7 @@ def test_a_directory_without_gpus_is_named_and_nothing_is_loaded(
     )
 
 
-def test_the_devices_include_a_mount_of_the_simulated_gpus_directory(
+def test_the_specification_mounts_the_simulated_gpus_directory(
     tmp_path: Path, build_dir: Path
 ) -> None:
     output, gpus = tmp_path / "driver", tmp_path / "gpus"

@@ -1,7 +1,7 @@
-"""Manual pages and completions agree with what the programs parse, and the programs that read them accept them.
+"""Manual pages and completions agree with what the programs parse, and their readers accept them.
 
-The shells are real. tools/man_pages.py and tools/completions.py write the pages and the
-completions.
+The readers are man, mandoc and real shells. tools/man_pages.py and tools/completions.py write the
+pages and the completions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_pages_and_completions_contain_no_path_of_this_checkout() -> None:
         assert "build/meson" not in text
 
 
-def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:
+def test_the_table_has_the_options_that_the_hook_and_the_wrapper_accept() -> None:
     """The hook and the wrapper have no argparse parser; to fix a failure, edit
     tools/command_table.py.
     """
@@ -67,7 +67,7 @@ def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:
     assert set(command_table.RUNTIME_SETTINGS) == names
 
 
-def test_the_table_has_what_the_command_and_the_governor_accept() -> None:
+def test_the_table_has_the_options_that_the_command_and_the_governor_accept() -> None:
     top = command_table.tidegate()
     assert [one.name for one in top.commands] == list(cli.VERBS)
     for one in top.walk():
@@ -364,7 +364,7 @@ def test_no_shell_interprets_a_containers_id(
     assert not (directory / "made").exists()
 
 
-def test_an_option_and_its_value_in_one_word(directory: Path) -> None:
+def test_an_option_and_its_value_in_one_word_are_completed(directory: Path) -> None:
     """Bash splits this into three words."""
     assert "sub" in bash("tidegate ps --runtime-dir=", directory)
     assert bash("tidegate ps --runtime-dir=su", directory) == {"sub"}

@@ -70,7 +70,7 @@ def test_the_example_of_an_arm_is_valid() -> None:
     assert all(isinstance(arm, Arm) for arm in arms.values())
 
 
-def test_the_names_that_an_engine_needs_exist() -> None:
+def test_the_names_in_the_steps_for_a_new_engine_exist() -> None:
     assert "docker" in setup.ENGINES
     assert "config" in setup.FOR
     assert (ROOT / "governor/setup/docker.py").exists()

@@ -73,7 +73,7 @@ def named(node: MemoryNode) -> list[str]:
         (77, FOUND, []),  # a policy of a newer governor
     ],
 )
-def test_what_happens_to_an_unknown_function(
+def test_the_policy_decides_what_happens_to_an_unknown_function(
     node: MemoryNode, policy: int, answer: list[object], names: list[str]
 ) -> None:
     agent = start(node, policy)
@@ -84,7 +84,7 @@ def test_what_happens_to_an_unknown_function(
     assert pages.read(node.ledger, 0, "ledger_header", "n_unknown") == len(names)
 
 
-def test_the_first_refusal_is_on_standard_error(
+def test_only_the_first_refusal_is_reported_on_standard_error(
     node: MemoryNode, capfd: pytest.CaptureFixture[str]
 ) -> None:
     agent = start(node, REFUSE)

@@ -359,7 +359,7 @@ def test_memory_of_the_host_is_not_charged(agent) -> None:
     exact(agent, 0)
 
 
-def test_failures_of_the_driver_leave_the_account_alone(agent) -> None:
+def test_failures_of_the_driver_do_not_change_the_account(agent) -> None:
     agent.run(VMM)
     agent.run("handle = create(4 * M); at = reserve(16 * M)")
     for call in (
@@ -406,7 +406,7 @@ def test_imported_memory_is_charged_when_it_is_mapped_and_refused_where_it_does_
 # ---- memory of others, arrays ----
 
 
-def test_memory_opened_by_ipc_is_charged_once_and_refused_by_closing_it(node) -> None:
+def test_memory_opened_by_ipc_is_charged_once_and_closed_again_if_it_does_not_fit(node) -> None:
     owner, guest = node.agent(), node.agent()
     owner.run("block = driver.allocate(100 << 20); handle = ctypes.create_string_buffer(64)")
     owner.run("driver.call('cuIpcGetMemHandle', handle, block)")
@@ -630,7 +630,7 @@ def test_a_large_module_waits_for_a_sample_and_is_unloaded_if_it_does_not_fit(ag
 # ---- reports ----
 
 
-def test_the_quota_is_the_size_of_the_gpu(agent, node) -> None:
+def test_the_quota_is_reported_as_the_size_of_the_gpu(agent, node) -> None:
     agent.run("block = driver.allocate(10 << 20)")
     assert agent.free() == (LIMIT - CONTEXT - 10 * MIB, LIMIT)
     assert agent.number("driver.get('cuDeviceTotalMem_v2', 0)") == LIMIT
@@ -723,7 +723,7 @@ def test_errno_of_the_application_is_preserved(agent) -> None:
 
 @contextlib.contextmanager
 def hiding(node, agent) -> Iterator[None]:
-    """Act as a governor for which NVML attributes no more memory to the process from here on."""
+    """Act as a governor for which NVML attributes no further memory to the process from now on."""
     known = node.sample()
     base = node.read("unattributed")
 
@@ -928,7 +928,7 @@ def launch(kernel):
         assert agent.field("unseen") == 0
 
 
-@pytest.mark.parametrize("others", [0, 70])  # 62 contexts have a bit of their own
+@pytest.mark.parametrize("others", [0, 70])  # 62 contexts have a bit each
 def test_a_library_is_charged_in_each_context_until_that_ends(node, others: int) -> None:
     node.write("memory_limit", 64 * GIB)
     agent = node.agent(context=False)
@@ -1014,7 +1014,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     assert pages.read(node.ledger, 0, "ledger_header", "trust_ns", 0) == 0
 
     def refuses_while_another_has_it() -> bool:
-        trust(time.monotonic_ns() + 90_000_000)  # as if another process had it, which may be dead
+        trust(time.monotonic_ns() + 90_000_000)  # as if another process, possibly dead, had it
         return agent.refuses(small)
 
     # On a busy machine, the call may take longer than the other process is trusted.
@@ -1025,7 +1025,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     agent.run(small)
 
 
-BEYOND = 10 * MIB  # what the driver takes on its own, in the tests below
+BEYOND = 10 * MIB  # what the driver takes for itself, in the test below
 
 
 def test_free_memory_of_a_pool_may_be_used_beyond_the_quota_unless_a_pool_grew(node) -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_was_not_governed_is_a_difference():
     ]
 
 
-def test_a_program_missing_from_one_run_is_a_difference_and_from_both_runs_is_not():
+def test_a_program_is_a_difference_if_only_one_of_the_runs_lacks_a_requirement():
     missing = ProgramRun(programs.NOT_HERE, 0.1, {"program": "mps", "missing": "no daemon"}, [])
     both = Comparison("mps", missing, missing, Seen(), compare(missing, missing, Seen()))
     assert both.differences == []

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
     A file that was truncated or replaced is read from its beginning.
     """
     rest = b""
+    other: BufferedReader | None = None
     try:
         file = path.open("rb")
     except OSError as e:
@@ -242,6 +244,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 if file.tell() > os.fstat(file.fileno()).st_size:
                     file.seek(0)  # truncated
+                    rest = b""
             while data := file.read(1 << 20):
                 *whole, rest = (rest + data).split(b"\n")
                 yield from (line.decode(errors="replace") for line in whole if line)
@@ -249,15 +252,19 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
                 if rest:
                     yield rest.decode(errors="replace")
                 return
+            if other is not None:  # all of the renamed file has been read
+                file.close()
+                file, other, rest = other, None, b""
+                continue
             yield ""
             # A rotation renames the file; later lines are in a new file of the same name.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                     other = path.open("rb")
-                    file.close()
-                    file, rest = other, b""
     finally:
         file.close()
+        if other is not None:
+            other.close()
 
 
 def has_journal() -> bool:

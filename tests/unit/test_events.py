@@ -338,6 +338,34 @@ def test_files_are_followed_beyond_truncation_and_rotation(
     thread.join(20)
 
 
+def test_lines_that_come_between_two_reads_survive_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(tmp_path / "hook.log", {**FAILED, "id": "1"})
+
+    def rotate(_: float) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({**FAILED, "id": "2"}) + "\n")
+        path.rename(tmp_path / "hook.log.1")
+        put(path, {**FAILED, "id": "3"})
+
+    monkeypatch.setattr("time.sleep", rotate)
+    lines = read_files([path], follow=True)
+    assert [next(lines).container for _ in range(3)] == ["1", "2", "3"]
+
+
+def test_half_a_line_is_forgotten_with_the_file_that_is_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = put(tmp_path / "hook.log", {**FAILED, "id": "1"})
+    with path.open("a") as file:
+        file.write(json.dumps(FAILED)[:-1])
+    changes = [{**FAILED, "id": "2"}]
+    monkeypatch.setattr("time.sleep", lambda _: put(path, changes.pop()))
+    lines = read_files([path], follow=True)
+    assert [next(lines).container for _ in range(2)] == ["1", "2"]
+
+
 def test_the_log_that_the_hook_writes_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

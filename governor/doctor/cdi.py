@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from governor.cdi import CLAIM_KIND
 from governor.doctor.driver import gpus, needs_none
 from governor.doctor.finding import Finding, note, ok, warning, wrong
 from governor.doctor.node import BrokenError, ExaminedNode, objects, read_json, table
@@ -112,9 +113,10 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
             "creates in a container's layer stays there",
             GENERATE,
         )
+    # A claim's file has the claim's GPUs alone.
     lacking = (
         []
-        if needs_none(node)
+        if needs_none(node) or file.kind == CLAIM_KIND
         else [f"/dev/nvidia{g.minor}" for g in gpus(node) if f"/dev/nvidia{g.minor}" not in named]
     )
     if lacking and named:

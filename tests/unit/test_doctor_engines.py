@@ -579,6 +579,10 @@ def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
     assert host.check("cdi.fresh")[-1] == (
         "warning: /run/cdi/tidegate.yaml is stale: it lacks /dev/nvidia1 -> tidegate cdi generate --output /var/run/cdi/tidegate.json"
     )
+    host.put("run/cdi/tidegate.yaml", json.dumps(cdi("tidegate.gpu/claim")))
+    assert host.check("cdi.fresh")[-1] == (
+        "ok: /run/cdi/tidegate.yaml (tidegate.gpu/claim) names 1 device nodes"
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "kind: 7", "a: [", ""])

@@ -309,7 +309,8 @@ def option_schema(option: str) -> dict[str, Any]:
 
 def show_value(option: str, value: Any) -> str:
     """Return an option's value as it would be written in the file."""
-    if option_schema(option).get("type") == ["string", "integer"] and isinstance(value, int):
+    is_quantity = option_schema(option).get("type") == ["string", "integer"]
+    if is_quantity and isinstance(value, int) and value:
         unit, size = next((u, s) for u, s in reversed(UNITS.items()) if value % s == 0)
         return f"{value // size}{unit}"
     if value is None:

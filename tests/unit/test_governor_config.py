@@ -362,7 +362,8 @@ def test_every_option_states_when_a_new_value_takes_effect() -> None:
 
 def test_differences_name_inner_options_and_show_values_as_written() -> None:
     new = parse_config(
-        "placement: pack\ndefaults: {memory: 1536Mi}\nmemory_reserve: 1Gi\ngpus: {0: {strategy: timeslice}}"
+        "placement: pack\ndefaults: {memory: 1536Mi}\nmemory: {host: 256Gi}\nmemory_reserve: 1Gi\n"
+        "gpus: {0: {strategy: timeslice}}"
     )
     found = differences(Config(), new)
     shown = {o: tuple(show_value(o, v) for v in values) for o, values in found.items()}
@@ -370,6 +371,7 @@ def test_differences_name_inner_options_and_show_values_as_written() -> None:
         "memory_reserve": ("512Mi", "1Gi"),
         "placement": ("spread", "pack"),
         "gpus": ("{}", '{"0": {"strategy": "timeslice"}}'),
+        "memory.host": ("0", "256Gi"),
         "defaults.memory": ("none", "1536Mi"),
     }
     assert option_schema("defaults.memory")["description"]

@@ -266,8 +266,8 @@ class Slots:
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )
         pages.clear_slot(self._ledger, slot)
-        self._enter(process)
         try:
+            self._enter(process)
             if self._arenas is not None:
                 self._arenas.open(slot)
             self._answer(process, own)

@@ -1,10 +1,12 @@
-"""Test the registration of a process while its container ends."""
+"""Test registrations that fail, or that come while the container ends."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +14,20 @@ from unittest.mock import Mock
 
 import pytest
 
-from governor.shared_memory import close_ledger, make_ledger
+from governor.account import RegisteredProcess
+from governor.shared_memory import Ledger, close_ledger, make_ledger
 from governor.slots import Slots
+from libcontrol import layout, pages
+
+
+def make_slots(ledger: Ledger, did: Mock, processes: dict[int, RegisteredProcess]) -> Slots:
+    """Return the slots of a container to which every process belongs."""
+    member = SimpleNamespace(identifier="c", pid=os.getpid())
+    members = Mock(of=lambda _: member, __getitem__=lambda *_: member, __len__=lambda _: 1)
+    return Slots(
+        key="c", ledger=ledger, n_devices=1, processes=processes, members=members,
+        gpus=did.gpus, account=did.account, state=did.state,
+    )  # fmt: skip
 
 
 async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
@@ -21,14 +35,9 @@ async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
 
     The slots are closed `n_steps` steps of the event loop after the process sent its request.
     """
-    member = SimpleNamespace(identifier="c", pid=os.getpid())
-    members = Mock(of=lambda _: member, __getitem__=lambda *_: member, __len__=lambda _: 1)
     did = Mock()
     ledger = make_ledger()
-    slots = Slots(
-        key="c", ledger=ledger, n_devices=1, processes={}, members=members,
-        gpus=did.gpus, account=did.account, state=did.state,
-    )  # fmt: skip
+    slots = make_slots(ledger, did, {})
     slots.listen(path)
     with socket.socket(socket.AF_UNIX) as process:
         process.setblocking(False)
@@ -58,3 +67,27 @@ def test_no_process_is_registered_after_the_container_ended(tmp_path: Path, n_st
 def test_the_request_is_answered_within_these_steps(tmp_path: Path) -> None:
     before, _ = asyncio.run(close_after(tmp_path / "s", 7))
     assert "state.register" in [cast("Any", call)[0] for call in before]
+
+
+def test_a_process_that_a_gpu_cannot_take_leaves_its_slot_free(tmp_path: Path) -> None:
+    async def scene() -> None:
+        did = Mock()
+        did.gpus.enter.side_effect = OSError(errno.EMFILE, "Too many open files")
+        processes: dict[int, RegisteredProcess] = {}
+        ledger = make_ledger()
+        slots = make_slots(ledger, did, processes)
+        slots.listen(tmp_path / "s")
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX) as process:
+            process.setblocking(False)
+            await loop.sock_connect(process, str(tmp_path / "s"))
+            process.send(b"r")
+            assert await loop.sock_recv(process, 4) == struct.pack("I", layout.NO_SLOT)
+        assert processes == {}
+        did.gpus.leave.assert_called_once_with(0)
+        did.state.unregister.assert_called_once_with("c", 0)
+        assert pages.read(ledger.page, pages.slot_base(0), "ledger_slot", "state") == 0
+        slots.close(keep=False)
+        close_ledger(ledger)
+
+    asyncio.run(scene())

@@ -17,7 +17,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from governor.members import is_readable
 from governor.processes import Identity, open_process
@@ -140,27 +140,32 @@ class Checkpointing:
             raise
 
     def suspend(self, wait_ms: int) -> None:
-        """Suspend all, or raise CheckpointError with all running."""
+        """Suspend all, or raise CheckpointError with all running but those that failed earlier."""
+        lost: list[int] = []
         try:
+            lost += (pid for pid in self._alive if self._state(pid) == FAILED)
+            if lost:
+                raise CheckpointError(f"process {lost[0]}: an earlier attempt failed permanently")
             for pid in self._alive:
-                if self._state(pid) == FAILED:
-                    raise CheckpointError(f"process {pid}: an earlier attempt failed permanently")
                 self._step(pid, RUNNING, self._driver.lock, wait_ms)
             for pid in self._alive:
                 if self._step(pid, LOCKED, self._driver.checkpoint):
                     _say(pid=pid)
         except CheckpointError as e:
             try:
-                self.resume()
+                self.resume(lost)
             except CheckpointError as again:
                 raise CheckpointError(f"{e}; then {again}") from e
             _say(undone=True)
             raise
 
-    def resume(self) -> None:
-        """Resume all; if that fails for some, resume the others and then raise CheckpointError."""
+    def resume(self, lost: Collection[int] = ()) -> None:
+        """Resume all but `lost`, which failed permanently.
+
+        If that fails for some, resume the others and then raise CheckpointError.
+        """
         errors: list[CheckpointError] = []
-        failed: set[int] = set()
+        failed = set(lost)
         for before, call in (
             (CHECKPOINTED, self._driver.restore),
             (LOCKED, self._driver.unlock),

@@ -130,7 +130,7 @@ def test_resume_continues_from_any_state(alive: dict[int, int]) -> None:
 
 
 def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
-    alive: dict[int, int],
+    alive: dict[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = alive
     driver = PlayedDriver({two: RUNNING})
@@ -140,9 +140,12 @@ def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
     with pytest.raises(CheckpointError, match=f"process {one}: it failed permanently"):
         Checkpointing(driver, alive).resume()  # type: ignore[arg-type]
     assert driver.states[two] == RUNNING  # although the other one has failed
+    capsys.readouterr()
+    driver.calls.clear()
     with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt failed"):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
-    assert driver.states[two] == RUNNING
+    assert driver.calls == []
+    assert '{"undone": true}' in capsys.readouterr().out  # so the container runs on
 
 
 def run_work(*arguments: str) -> list[dict[str, Any]]:

@@ -393,8 +393,10 @@ class Auditor:
                 stopped.append(group)
         except (CannotFreezeError, OSError) as e:
             for group in stopped:
-                with contextlib.suppress(CannotFreezeError, OSError):
+                try:
                     group.thaw()
+                except (CannotFreezeError, OSError) as again:
+                    self._keep_left(_entry(container, group), again)
             if watched.groups:
                 for group in watched.groups:
                     group.close()
@@ -478,10 +480,8 @@ class Auditor:
             try:
                 group.thaw()
             except (CannotFreezeError, OSError) as e:
-                why = "gone"  # the group, with all its processes
-                if not _is_gone(e):
-                    why = "failed"
-                    self._keep_left(_entry(container, group), e)
+                is_left = self._keep_left(_entry(container, group), e)
+                why = "failed" if is_left else "gone"  # the group, with all its processes
             group.close()
         container.findings.frozen = False
         watched.watched_until = time.monotonic() + WATCH_S
@@ -534,14 +534,16 @@ class Auditor:
             with contextlib.closing(group):
                 group.thaw()
         except (CannotFreezeError, OSError, KeyError, AttributeError) as e:
-            if not _is_gone(e):
-                self._keep_left(one, e, again=again)
-            else:
+            if not self._keep_left(one, e, again=again):
                 log.info("container-thaw-failed", error=str(e))
         else:
             log.info("container-thawed", container=container, why="left over")
 
-    def _keep_left(self, one: dict[str, str], e: Exception, *, again: bool = False) -> None:
+    def _keep_left(self, one: dict[str, str], e: Exception, *, again: bool = False) -> bool:
+        """Keep the entry of a group whose thaw failed, unless the group is gone."""
+        cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
+        if not isinstance(cause, OSError) or cause.errno in _GONE:
+            return False
         self._left.append(one)
         self._again_at = time.monotonic() + AGAIN_S
         if not again:
@@ -551,6 +553,7 @@ class Auditor:
                 cgroup=one.get("cgroup"),
                 error=str(e),
             )
+        return True
 
     def close(self) -> None:
         """Thaw every container: nothing else would."""
@@ -564,12 +567,6 @@ def _entry(container: Container, group: Group) -> dict[str, str]:
         "hierarchy": group.hierarchy,
         "cgroup": group.path,
     }
-
-
-def _is_gone(e: Exception) -> bool:
-    """Return whether a thaw failed because the control group is gone, so nothing stays frozen."""
-    cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
-    return not isinstance(cause, OSError) or cause.errno in _GONE
 
 
 def _samples(

@@ -682,6 +682,53 @@ def test_a_thaw_that_fails_is_tried_again(
     made.play(scene())
 
 
+def test_a_group_that_stays_frozen_after_another_could_not_be_frozen_is_thawed_later(
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = tmp_path / "cgroup/one/cgroup.freeze"
+    first.parent.mkdir(parents=True)
+    first.write_text("0")
+    mounts = {cgroups.V2: tmp_path / "cgroup"}
+    monkeypatch.setattr(cgroups, "find_mounts", lambda: mounts)
+    monkeypatch.setattr(audit, "AGAIN_S", 0.0)
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+    one.others = [
+        SimpleNamespace(
+            identifier="two", pid=os.getpid(), membership=Membership(), has_ended=lambda: False
+        )
+    ]
+    allow: list[Callable[[], None]] = []
+
+    def fail() -> None:
+        allow.append(refuse_to_thaw(monkeypatch))
+        raise CannotFreezeError("control group /two: Read-only file system")
+
+    made.group.freeze = fail  # type: ignore[method-assign]
+    groups = [cgroups.Group("", "/one", mounts), made.group]
+
+    def open_group(*_: object) -> Any:
+        if not groups:
+            raise CannotFreezeError("it is already frozen")
+        return groups.pop(0)
+
+    monkeypatch.setattr(cgroups, "open_group", open_group)
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert first.read_text() == "1"
+        record = json.loads(made.group.record.read_text())["frozen"]
+        assert [entry["cgroup"] for entry in record] == ["/one"]
+        allow[0]()
+        made.look()
+        assert first.read_text() == "0"
+        assert not made.group.record.exists()
+
+    logs = made.play(scene())
+    assert "container-stays-frozen" in [one["event"] for one in logs]
+
+
 def test_a_violation_ends_with_its_container(world: Callable[..., AuditWorld]) -> None:
     made = world()
     one = made.add("one")

@@ -96,6 +96,7 @@ class Admissions:
     async def adopt(self, found: FoundContainer) -> None:
         """Take over a running container that an earlier governor admitted."""
         key = found.recovered.key
+        wanted: Wanted | None = None
         try:
             shares = self.bookings.recover(found)
             if shares:
@@ -108,6 +109,8 @@ class Admissions:
             )
             container = self._make(wanted, found.recovered)
         except BaseException:
+            if wanted is None:  # otherwise the container has closed what was found
+                found.close()
             self._allocations.leave(key)
             raise
         self.containers[key] = container

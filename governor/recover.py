@@ -6,6 +6,7 @@ ones are found by the mounts and mappings of the running processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -38,7 +39,15 @@ from governor.processes import (
     read_status,
 )
 from governor.quota import Device, Quota
-from governor.shared_memory import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
+from governor.shared_memory import (
+    MAPPED,
+    Ledger,
+    PageError,
+    close_ledger,
+    find_ledger,
+    open_grant,
+    read_quota,
+)
 from governor.state import ContainerRow, MemberRow, Owner, ProcessRow, State
 from libcontrol import layout, pages
 
@@ -62,6 +71,14 @@ class FoundContainer:
     claims: tuple[Claim, ...] = ()
     """The claims that are recorded in its directory, in case the state has lost them."""
 
+    def close(self) -> None:
+        """Close its descriptors, if it is not taken over."""
+        os.close(self.pidfd)
+        for _, pidfd in (*self.recovered.others, *self.recovered.processes):
+            os.close(pidfd)
+        if self.recovered.ledger is not None:
+            close_ledger(self.recovered.ledger)
+
 
 def find_containers(
     config: Config, state: State, devices: Sequence[Device]
@@ -75,13 +92,16 @@ def find_containers(
     # this governor writes to the state.
     looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
     for key, look in looks:
-        try:
-            found = look()
-        except Exception as e:  # one container must not keep the others from being found
-            log.exception("container-not-adopted", key=key, error=repr(e))
-        else:
-            if found is not None:
-                yield found
+        with contextlib.ExitStack() as search.opened:
+            try:
+                found = look()
+            except Exception as e:  # one container must not keep the others from being found
+                log.exception("container-not-adopted", key=key, error=repr(e))
+                continue
+            if found is None:
+                continue
+            search.opened.pop_all()
+        yield found
 
 
 class _Search:
@@ -90,6 +110,14 @@ class _Search:
         self._state = state
         self._uuids = uuids
         self._taken: set[FileIdentity] = {row.ledger for row in state.containers.values()}
+        self.opened = contextlib.ExitStack()
+        """Closes the descriptors of a container that is not found after all."""
+
+    def _open(self, process: Identity) -> int | None:
+        pidfd = open_process(process)
+        if pidfd is not None:
+            self.opened.callback(os.close, pidfd)
+        return pidfd
 
     @cached_property
     def _mounted(self) -> Mounted:
@@ -104,7 +132,7 @@ class _Search:
         living = [
             (member, pidfd)
             for member in row.members
-            if member.confirmed and (pidfd := open_process(member.process)) is not None
+            if member.confirmed and (pidfd := self._open(member.process)) is not None
         ]
         if not living:
             self._state.leave(row.key)
@@ -149,7 +177,7 @@ class _Search:
             return None
         uses, claims = self._claims(directory)
         firsts = first_of_each(processes) if uses else [first_of(processes)]
-        living = [(p, fd) for p in firsts if (fd := open_process(p)) is not None]
+        living = [(p, fd) for p in firsts if (fd := self._open(p)) is not None]
         process = living[0][0] if living else firsts[0]
         grant = self._grant(key)
         try:
@@ -157,8 +185,6 @@ class _Search:
                 raise PageError("its quota is not known")
             quota, devices = read_quota(grant, self._uuids)
         except PageError as e:
-            for _, pidfd in living:
-                os.close(pidfd)
             log.error("container-not-recovered", key=key, pid=process.pid, error=str(e))
             return None
         names = (name for name in cgroup_names(process.pid) if container_key(name) == key)
@@ -204,18 +230,20 @@ class _Search:
         rows = dict(self._state.processes.get(row.key, {}))
         living: dict[int, tuple[ProcessRow, int]] = {}
         for slot, known in rows.items():
-            own = open_process(known.process)
+            own = self._open(known.process)
             if own is None:
                 self._state.unregister(row.key, slot)
             else:
                 living[slot] = known, own
         ledger = self._ledger(row, [known.process for known, _ in living.values()])
         if ledger is not None:
+            self.opened.callback(close_ledger, ledger)
             self._taken.add(ledger.file)
             for known, own in self._unregistered(row, ledger, set(rows)):
                 if any(known.process == other.process for other, _ in living.values()):
                     os.close(own)
                     continue
+                self.opened.callback(os.close, own)
                 living[known.slot] = known, own
                 self._state.register(row.key, known)
         elif living:

@@ -23,12 +23,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 from structlog.testing import capture_logs
 
-from governor import cgroups, metrics, processes
+from governor import cgroups, metrics, processes, recover
 from governor.account import GpuSample
 from governor.admissions import Pending
 from governor.allocations import AllocationTable
@@ -581,19 +581,48 @@ def test_a_damaged_grant_page_is_logged_and_replaced(play, capsys, damage) -> No
     play(scene)
 
 
+def open_kinds() -> list[str]:
+    """Return the kinds of this process's descriptors of processes and of memory."""
+    links = [str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    return sorted(kind for link in links for kind in ("pidfd", "memfd") if kind in link)
+
+
 def test_a_missing_gpu_affects_only_its_own_container(play, capsys) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
+        await world.child(container).ask("register")
         await world.stop()
+        before = open_kinds()
         world.devices = [replace(DEVICE, uuid=UUID[:-1] + "2")]
         await world.start()
         assert world.server.containers == {}
+        assert open_kinds() == before
         assert "container-not-adopted" in capsys.readouterr().out
         assert container.directory.exists()
         await world.stop()
         world.devices = [DEVICE]
         await world.start()
         assert world.one().quota == container.quota
+
+    play(scene)
+
+
+def test_a_container_whose_search_fails_leaves_no_descriptors(play, capsys, monkeypatch) -> None:
+    async def scene(world: RecoveryWorld) -> None:
+        container = await world.admit()
+        await world.child(container).ask("register")
+        await world.stop()
+        before = open_kinds()
+
+        def fail(*_: object) -> NoReturn:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recover, "find_ledger", fail)
+            await world.start()
+        assert world.server.containers == {}
+        assert "container-not-adopted" in capsys.readouterr().out
+        assert open_kinds() == before
 
     play(scene)
 

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -292,6 +293,8 @@ def _check_trace(hardware: Hardware[Any], workers: Sequence[Worker]) -> None:
 class Results:
     """The results of earlier tests, in a file."""
 
+    _writing = threading.Lock()  # of all: several GPUs of a node are tested at once
+
     def __init__(self, directory: str, driver: str | None) -> None:
         self._path = Path(directory) / NAME
         self._driver = driver
@@ -307,12 +310,13 @@ class Results:
 
     def put(self, uuid: str, why: str) -> None:
         """Keep a result; raise OSError if that is not possible."""
-        results = self._read()
-        results[uuid] = {"version": VERSION, "driver": self._driver, "why": why}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(results))
-        new.replace(self._path)
+        with self._writing:
+            results = self._read()
+            results[uuid] = {"version": VERSION, "driver": self._driver, "why": why}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps(results))
+            new.replace(self._path)
 
     def _read(self) -> dict[str, Any]:
         try:

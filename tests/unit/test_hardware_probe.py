@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -189,6 +191,25 @@ def test_results_hold_for_a_gpu_a_driver_and_this_test(tmp_path: Path) -> None:
     for damaged in ("", "[]", '{"GPU-1": 1}', '{"GPU-1": {"version": 1, "driver": "580.1"}}'):
         (directory / NAME).write_text(damaged)
         assert again.get("GPU-1") is None
+
+
+def test_results_of_gpus_that_are_tested_at_once_are_all_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+    read = Results._read
+
+    def read_and_wait(results: Results) -> dict[str, Any]:
+        found = read(results)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # in vain if one waits for the other
+        return found
+
+    monkeypatch.setattr(Results, "_read", read_and_wait)
+    with ThreadPoolExecutor() as threads:
+        for uuid in ("GPU-1", "GPU-2"):
+            threads.submit(Results(str(tmp_path), "580.1").put, uuid, "")
+    assert sorted(json.loads((tmp_path / NAME).read_text())) == ["GPU-1", "GPU-2"]
 
 
 class FakeNvml:

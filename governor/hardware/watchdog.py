@@ -107,7 +107,7 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
     revive = getattr(importlib.import_module(module), function)
     off: list[Any] = []
     is_revived = False
-    n_failed = 0
+    n_failed = n_alone = 0
     buffer = b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -126,7 +126,8 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
             is_revived = _is_done(revive, [*arguments, off], n_failed)
             n_failed += not is_revived
         if ready:  # the pipe was closed
-            if not off or is_revived or n_failed >= N_TRIES:
+            n_alone += 1
+            if not off or is_revived or n_alone >= N_TRIES:
                 return
             time.sleep(AGAIN_S)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from governor.hardware import watchdog
 from governor.hardware.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,21 @@ def fail_at_first(path, off):
     n = len(tries.read_text()) if tries.exists() else 0
     tries.write_text("x" * (n + 1))
     if n < 3:
+        raise RuntimeError("the driver is busy")
+    revive(path, off)
+
+
+def fail_until_the_end(path, off):
+    """Fail until the test is about to end the governor, and four more times."""
+    watchdog.AGAIN_S = 0.01
+    with Path(f"{path}.tries").open("a") as file:
+        file.write("x")
+    last = Path(f"{path}.last")
+    if not last.exists():
+        raise RuntimeError("the driver is busy")
+    with last.open("a") as file:
+        file.write("x")
+    if last.stat().st_size < 5:
         raise RuntimeError("the driver is busy")
     revive(path, off)
 
@@ -157,6 +173,16 @@ def test_a_failed_attempt_is_retried(path, is_governor_alive, capfd):
         "tidegate-watchdog: containers are switched off and cannot be switched on: the driver is busy; "
         "it is retried every 0.5 s\n"
     )
+
+
+def test_attempts_before_the_governors_end_do_not_count(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:fail_until_the_end", [str(path)])
+    dog.tell([7])
+    tries = Path(f"{path}.tries")
+    wait_for(lambda: tries.exists() and tries.stat().st_size > watchdog.N_TRIES)
+    Path(f"{path}.last").touch()
+    dog.close()
+    assert revived(path) == [[7]]
 
 
 def _kill(dog):

@@ -160,14 +160,7 @@ class State:
         try:
             self._open(self._path)
         except (_DamageError, _NewerError) as e:
-            damaged = isinstance(e, _DamageError)
-            aside = self._set_aside(self._path, "damaged" if damaged else "newer")
-            log.error(
-                "database-damaged" if damaged else "database-newer",
-                path=str(self._path),
-                error=str(e),
-                moved_to=str(aside),
-            )
+            self._set_aside(self._path, e)
         except sqlite3.Error as e:
             if _code(e) == sqlite3.SQLITE_BUSY:
                 raise GovernorError(
@@ -277,11 +270,14 @@ class State:
         return containers, processes, old
 
     @staticmethod
-    def _set_aside(path: Path, why: str) -> Path | None:
-        """Move the file and its companions away; return the new path, or None if that fails."""
+    def _set_aside(path: Path, why: _DamageError | _NewerError) -> None:
+        """Move the file and its companions away, and log that."""
+        damaged = isinstance(why, _DamageError)
+        name = f"{path.name}.damaged" if damaged else f"{path.name}.newer"
         number = 1
-        while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+        while (aside := path.with_name(f"{name}-{number}")).exists():
             number += 1
+        moved_to: Path | None = aside
         try:
             for suffix in ("-wal", "-shm"):
                 companion = path.with_name(path.name + suffix)
@@ -290,8 +286,13 @@ class State:
             path.rename(aside)
         except OSError as e:
             log.error("database-stays", path=str(path), error=str(e))
-            return None
-        return aside
+            moved_to = None
+        log.error(
+            "database-damaged" if damaged else "database-newer",
+            path=str(path),
+            error=str(why),
+            moved_to=str(moved_to),
+        )
 
     # ---- promises: if one cannot be written, StateError is raised and nothing changes ----
 
@@ -485,8 +486,7 @@ class State:
         try:
             return self._open(path)
         except (_DamageError, _NewerError) as e:
-            aside = self._set_aside(path, "damaged")
-            log.error("database-damaged", path=str(path), error=str(e), moved_to=str(aside))
+            self._set_aside(path, e)
             try:
                 return self._open(path)
             except (_DamageError, _NewerError) as again:

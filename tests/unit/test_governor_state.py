@@ -319,6 +319,17 @@ def test_a_file_of_a_newer_version_is_set_aside(
     assert "database-newer" in said
     assert "the file has version 99, but this governor knows 2 at most" in said
     state.put(row(1))
+    newer = tmp_path / "copy"
+    shutil.copy(path.with_name(f"{NAME}.newer-1"), newer)
+    for file in path.parent.glob(f"{NAME}*"):
+        file.unlink()
+    newer.rename(path)  # while the governor runs
+    state.retry()
+    assert path.with_name(f"{NAME}.newer-1").exists()
+    assert "database-newer" in capsys.readouterr().out
+    later = image(path, tmp_path / "later")
+    assert later.containers == {row(1).key: row(1)}
+    later.close()
     state.close()
 
 

@@ -185,7 +185,8 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
         return
     is_unix = where == "unix"
     try:
-        listener = _bind_unix(path) if is_unix else _bind_address(where)
+        # Early connections wait in the backlog instead of being refused.
+        listener = _listen_unix(path) if is_unix else _listen_address(where)
     except OSError as e:
         raise GovernorError(
             f"{what} cannot be served at {path if is_unix else where}: {e.strerror}",
@@ -195,7 +196,6 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
         ) from e
     with listener:
         listener.setblocking(False)
-        listener.listen()  # early connections wait in the backlog instead of being refused
         try:
             yield listener
         finally:
@@ -203,13 +203,14 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
                 path.unlink(missing_ok=True)
 
 
-def _bind_unix(path: Path) -> socket.socket:
+def _listen_unix(path: Path) -> socket.socket:
     # A runtime_dir has one governor, so an existing socket was left by a dead governor.
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)
     try:
         listener.bind(str(path))
+        listener.listen()
     except OSError:
         listener.close()
         raise
@@ -218,13 +219,14 @@ def _bind_unix(path: Path) -> socket.socket:
     return listener
 
 
-def _bind_address(where: str) -> socket.socket:
+def _listen_address(where: str) -> socket.socket:
     host, _, port = where.rpartition(":")
     host = host.strip("[]")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
+        listener.listen()  # fails if another program began to listen after the bind
     except OSError:
         listener.close()
         raise

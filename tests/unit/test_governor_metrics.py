@@ -714,7 +714,7 @@ def test_a_port_that_the_sandbox_forbids_is_reported_with_the_remedy(
     def forbid(_: str) -> socket.socket:
         raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
 
-    monkeypatch.setattr("governor.httpd._bind_address", forbid)
+    monkeypatch.setattr("governor.httpd._listen_address", forbid)
     config = Config(runtime_dir=str(tmp_path), metrics=Metrics("127.0.0.1:9464"))
     with pytest.raises(GovernorError) as caught, listening(config):
         pass

@@ -23,7 +23,7 @@ import pytest
 from governor import web
 from governor.config import Config, MemoryOptions, Web, parse_config
 from governor.counters import MAX_REMEMBERED, TEXT_LIMIT, Tally
-from governor.errors import ConfigError
+from governor.errors import ConfigError, GovernorError
 from governor.history import STEP_NS, History
 from governor.names import Name, find_name
 from governor.violations import Episode
@@ -553,6 +553,26 @@ def test_a_port_of_this_machine(tmp_path: Path) -> None:
     with web.listening(config) as listener:
         assert listener
         assert listener.getsockname() == ("127.0.0.1", port)
+
+
+def test_a_port_on_which_another_program_begins_to_listen_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have bound their sockets, which SO_REUSEADDR allows as long as none listens."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+
+        class OvertakenSocket(socket.socket):
+            def bind(self, address: Any) -> None:
+                super().bind(address)
+                other.listen()
+
+        monkeypatch.setattr("governor.httpd.socket.socket", OvertakenSocket)
+        config = Config(runtime_dir=str(tmp_path), web=Web(where))
+        with pytest.raises(GovernorError, match="page cannot be served at"):
+            web.listening(config).__enter__()
 
 
 @pytest.mark.parametrize(

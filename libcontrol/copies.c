@@ -75,11 +75,11 @@ void copy_note_small(void)
 
 /* ---- size and direction of a copy ---- */
 
-/* The driver knows host memory only if it is pinned. Memory that it does not know is the host's as
- * well. */
+/* The driver knows host memory only if it is pinned, so memory that it does not know counts as host
+ * memory. */
 static bool copy_on_device(CUdeviceptr address)
 {
-    struct parking_block parked; /* the driver does not know the address of one that is parked */
+    struct parking_block parked; /* the driver does not know the address of a parked block */
     unsigned int type = 0;
 
     if (parking_applies() && parking_find(address, &parked))
@@ -148,9 +148,10 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p)
     return p ? COPY_3D(p) : copy_nothing;
 }
 
-/* Many copies in one call count as one, with the size of those within the device. Many small ones
- * are as much work as a large one. After the first small one within the device, the other small
- * ones are assumed to be within it too, so that the driver is not queried twice for each. */
+/* Counts all copies of a call as one copy, of the size of those within the device. Small copies are
+ * included if they add up to COPY_SMALL or more. Once a small copy is found to be within the
+ * device, the other small copies are assumed to be within it too, so that the driver is not queried
+ * twice for each. */
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count)
 {

@@ -36,7 +36,7 @@ DEFINED = re.compile(
     r"^\s*#define (cu\w+)\s+(?:__CUDA_API_(PT[SD][ZS])\()?(cu\w+)\)?\s*$", re.MULTILINE
 )
 AS_EXPORTED = "\n#if defined(__CUDA_API_VERSION_INTERNAL)\n"
-"""Text of cuda.h after which it undefines its macros and declares the forms that they hide."""
+"""Text of cuda.h after which the header undefines its macros and declares the hidden forms."""
 
 
 @dataclass(frozen=True)

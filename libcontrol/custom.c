@@ -44,7 +44,7 @@ static void custom_mps_point(void)
 }
 
 /*
- * A client of an MPS server works in the server's context, together with all its other clients. A
+ * A client of an MPS server works in the server's context, as do the server's other clients. A
  * container without the strategy `mps` may not use a daemon that it started itself.
  */
 static bool custom_mps_allowed(void)
@@ -245,8 +245,8 @@ CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGra
     return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
 }
 
-/* From here on, the driver is queried about the stream again. None of the errors that cuda.h names
- * ends the capture. */
+/* After the end of such a capture, only the driver's answers about the stream count again. None of
+ * the errors that cuda.h lists ends the capture. */
 static CUresult capture_to_graphics_ended(CUstream stream, CUresult result)
 {
     if (result == CUDA_SUCCESS)

@@ -3,7 +3,7 @@
 
 #include "os.h"
 
-/* Number of consecutive entries in which a kind may be, from the one that its hash gives. */
+/* A kind is in one of this many consecutive entries, the first of which its hash selects. */
 #define ESTIMATE_REACH 8
 
 static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
@@ -26,8 +26,8 @@ static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_
 }
 
 /*
- * Returns the index of a kind in a table of fixed size. A kind that is new is added; if all entries
- * in which it may be are taken, it replaces the first of them. `guess_ns` is used until the first
+ * Returns the index of a kind in a table of fixed size. A new kind is added; if all entries in
+ * which it may be are taken, it replaces the first of them. `guess_ns` is used until the first
  * measurement; 0: unknown.
  */
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)
@@ -50,9 +50,9 @@ uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint6
 }
 
 /*
- * Looks up a kind and its duration without the lock. Returns false if it is not known. While a kind
- * replaces another, the answer may belong to either: it may be wrong once, but is always within the
- * table.
+ * Looks up a kind and its duration without the lock. Returns false if the kind is not known. While
+ * one kind replaces another, the answer may belong to either: it may be wrong once, but the index
+ * is always within the table.
  */
 bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
                    uint64_t *nsp)
@@ -115,8 +115,8 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
     return sum;
 }
 
-/* Marks the kinds of an interval that took no longer than predicted as checked. The mark is valid
- * for ESTIMATE_CHECKED grants. */
+/* Marks the kinds of an interval as checked, because the interval took no longer than predicted.
+ * The mark is valid for ESTIMATE_CHECKED grants. */
 void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++)
@@ -154,7 +154,7 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
         float gain, step, ns;
 
         if (!alone && !e->kinds[kind].n_samples)
-            continue; /* the first measurement has to be of the kind alone */
+            continue; /* a kind's first measurement has to be of that kind alone */
         /* The first measurement counts in full, and later ones count for a quarter; a mixture says
          * less about each of its parts. One outlier (a neighbour's time slice, a clock ramp)
          * changes an estimate by a factor of two at most. */

@@ -21,9 +21,9 @@
 #define ESTIMATE_NEVER 0x80000000u /* never checked; no process has that many grants */
 
 /* Maximum factor by which one measurement raises the duration of a kind, because it may include
- * other containers' time. Where containers run at the same time, one measurement in four is
- * too long by a tenth or more for that reason (on an H200, counting those that are recognised as
- * such). Work that has become longer is recognised within a hundred measurements. */
+ * other containers' time. Where containers run at the same time, one measurement in four is too
+ * long by a tenth or more for that reason (on an H200; only the recognised cases are counted). Work
+ * that has become slower is recognised within a hundred measurements. */
 #define ESTIMATE_RISE        2.0f
 #define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
 #define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run alongside it */

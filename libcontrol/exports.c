@@ -2,9 +2,10 @@
  * Keeps charging physical allocations that were exported as file descriptors.
  *
  * Such an allocation lives as long as the descriptor, whichever process holds the descriptor, and
- * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
- * left the process's memory at once, and the GPU's when the descriptor was closed). It therefore
- * stays charged until the last copy of the descriptor is closed, in any process.
+ * NVML attributes it to no process once its handle is released (H200: 1 GiB that was exported and
+ * released disappeared from the process's memory at once, but from the GPU's only when the
+ * descriptor was closed). It therefore stays charged until the last copy of the descriptor is
+ * closed, in any process.
  *
  * The kernel shows when that happens: an epoll instance watches an open file without keeping it
  * open, and /proc/self/fdinfo lists the files that the instance watches. A file that belongs to the
@@ -174,10 +175,10 @@ static bool watch_start(void)
     return false;
 }
 
-/* Called with a reference to the allocation held, which has been exported as a descriptor. Returns
- * 0 if it is watched, -EPERM if it cannot be polled, so that nothing is known about it, or another
- * negative errno. With `for_ever`, the descriptor then counts as open for ever; otherwise the
- * caller has to close it. */
+/* Watches the descriptor of an exported allocation, to which the caller holds a reference. Returns
+ * 0, -EPERM if the descriptor cannot be polled, so that its end cannot be noticed, or another
+ * negative errno. After any other error, the descriptor counts as open for ever if `for_ever` is
+ * true; otherwise the caller has to close it. */
 cold long exports_follow(uint64_t handle, int fd, bool for_ever)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
@@ -210,7 +211,8 @@ cold long exports_follow(uint64_t handle, int fd, bool for_ever)
     return failed;
 }
 
-/* Called after an allocation was exported as a descriptor, with a reference to it held. */
+/* Called after an allocation was exported as a descriptor, while the caller holds a reference to
+ * it. */
 cold void exports_note(uint64_t handle, int fd)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -229,7 +231,7 @@ cold void exports_note(uint64_t handle, int fd)
 }
 
 /* Called when the last reference and mapping of an exported allocation in this process are gone.
- * Returns whether the allocation lives on. It then stays charged. */
+ * Returns whether the allocation lives on; if so, it stays charged. */
 cold bool exports_outlive(const struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_EXPORT, gone->key);

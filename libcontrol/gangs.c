@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last use */
-#define RECENT_NS 100000000ull  /* and is granted without a request for this long after it */
+#define RECENT_NS 100000000ull  /* and is granted unrequested for this long after it */
 #define QUIET_NS  300000ull     /* no GPU was wanted or held for this long: the turn is over */
 /* How long a GPU that a gang gave back is kept for it while it holds another: a kernel of a
  * collective may be running on that other GPU. */
@@ -40,9 +40,9 @@ struct gang {
 struct gangs {
     struct arbiter_config config;
     struct gang gangs[GANGS_N];
-    uint32_t n;     /* highest in use, plus one */
+    uint32_t n;     /* highest index in use, plus one */
     uint64_t stale; /* GPUs from which a gang has been removed since their last step */
-    uint64_t now;   /* of the last step */
+    uint64_t now;   /* time of the last step */
     uint64_t wake;  /* a step is due by then */
     uint64_t poked; /* GPUs to step again, because what gangs may do there has changed */
 };
@@ -110,7 +110,8 @@ void gangs_remove(struct gangs *gangs, int32_t gang)
     g->turn = false;
 }
 
-/* Ends the turns of all gangs with this GPU, and leaves it out of them until its next step. */
+/* Ends the turns of all gangs that have this GPU, and excludes the GPU from them until its next
+ * step. */
 void gangs_leave(struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
@@ -125,7 +126,7 @@ void gangs_leave(struct gangs *gangs, uint32_t gpu)
     }
 }
 
-/* Whether a GPU has to be stepped with the gangs. */
+/* Whether a GPU has to be stepped by gangs_step(): a gang has it, or had it at its last step. */
 bool gangs_concern(struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++)
@@ -485,7 +486,8 @@ static void set_turn(struct gangs *gangs, const struct gang *g, const struct mem
 }
 
 /* Whether a gang still holds a GPU long after the end of its turn, or of its grant if it has no
- * turn, and waits for another GPU. Another gang may hold that GPU and wait for this one. */
+ * turn, and waits for another GPU. Another gang may hold the GPU that it waits for, and wait for
+ * the GPU that it holds. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;

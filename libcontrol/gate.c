@@ -307,7 +307,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         gate_adopt(g, grant);
         now = os_now();
         /* Pinned memory is freed with the context in which it was allocated, so each context has
-         * its own. */
+         * its own word. */
         if (unlikely(!g->no_holds && current && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
@@ -332,7 +332,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             }
             open = pass_open(g, &s, grant, ledger, now, &average);
             if (open == PASS_FULL && !looked) {
-                /* The queue is full only in the model: its markers may have been reached. */
+                /* The queue may be full only in the model: markers may have been reached since. */
                 looked = true;
                 gate_visit_begin(&visit);
                 gate_retire(g, ledger, now, true);
@@ -443,8 +443,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         g->n_entering[ticket->era & 1]--;
     }
     /* Under an open grant, no marker precedes work that comes late. Under any other grant, no
-     * marker precedes work that comes after a pause, unless that work begins an interval. The
-     * interval then has a gap. */
+     * marker precedes work that comes after a pause, unless that work begins an interval. In both
+     * cases the interval has a gap. */
     s->gap =
         s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
@@ -527,7 +527,8 @@ void gate_forget_context(CUcontext ctx)
         for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
             if (!g->holds[i].word || g->holds[i].ctx != ctx)
                 continue;
-            /* What is still held in it must not outlive the word that it waits for. */
+            /* Work that is still held in the context must not outlive the word that it waits
+             * for. */
             atomic_store_release(g->holds[i].word, g->ticket);
             g->holds[i].word = NULL;
         }

@@ -46,12 +46,12 @@ struct gate {
     unsigned n_marking;   /* threads that mark streams which other threads use */
     /* Threads with a launch that is not in the queue yet, by the parity of the launch's era. */
     unsigned n_entering[2];
-    uint64_t entering_ns; /* when the last of them came */
+    uint64_t entering_ns; /* when the last of these threads arrived */
     uint64_t last_launch;
     uint64_t granted_ns; /* average planned length of grants; 0: none was given back yet */
     uint64_t pause_ns;   /* average of the pauses in which the program leaves the GPU idle */
-    /* When the GPU went to others although work had not ended; 0: it has ended, or was found to be
-     * long. */
+    /* When the GPU went to others although work had not ended; 0: the work has ended, or was found
+     * to be long. */
     uint64_t given_up_ns;
     uint32_t given_up; /* marker behind that work; kept when `given_up_ns` is cleared */
     unsigned n_spins;  /* grants left in which late work is not waited for */
@@ -68,7 +68,7 @@ struct gate {
     bool crossed;                    /* streams depended on each other: see gate_cross() */
     uint32_t crossed_era;            /* last era in which they did */
     const struct queue_stream *only; /* stream of the last launch */
-    bool no_holds;                   /* the driver cannot hold streams */
+    bool no_holds;                   /* no stream can be held */
     uint32_t ticket;                 /* value that the next opening writes to the hold words */
     uint32_t turn;                   /* futex word: incremented when held work may run */
     struct gate_hold holds[GATE_N_HOLDS];

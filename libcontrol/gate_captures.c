@@ -25,9 +25,9 @@ __thread bool gate_visiting;
 /*
  * Called before a call by which a stream may join a capture: it begins one, or waits for an event
  * of one. From here on no thread records an event in a stream that it has not just launched into,
- * and threads that were doing so have finished. An event that was recorded in the capture would
- * break the capture when the event is queried. A thread that marks may be blocked behind a full
- * queue that the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
+ * and threads that were doing so have finished. If an event were recorded in the capture, a query
+ * of the event would break the capture. A thread that marks may be blocked behind a full queue that
+ * the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
  */
 void gate_join_begin(void)
 {
@@ -89,7 +89,7 @@ static struct capture *capture_find(CUstream stream)
     return NULL;
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void capture_remove(struct capture *c)
 {
     c->used = false;
@@ -124,7 +124,7 @@ static cold void capture_log(void)
 }
 
 /*
- * Notes a capture, before another thread can launch into the stream.
+ * Notes a capture. Called before another thread can launch into the stream.
  *
  * If the table is full, a capture to a graph is still recognised by the driver's answers. A capture
  * to a command list would not be recognised, and the library's waits and events would get into the

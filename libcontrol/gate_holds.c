@@ -60,7 +60,7 @@ static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
     os_futex_wake(&g->turn);
 }
 
-/* Lets held work run now and holds no more, because no helper will let it run later. */
+/* Lets held work run now and prevents further holds, because no helper would end them. */
 void gate_end_holds(struct gate *g, struct ledger_device *ledger)
 {
     g->no_holds = true;

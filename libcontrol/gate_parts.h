@@ -93,9 +93,9 @@ static inline uint32_t *hold_find(struct gate *g, CUcontext ctx)
 
 /*
  * Notes that streams depend on each other, so that nothing is held for a while. Work held in one
- * stream makes others wait for an event, and such a wait does take time slices on the GPU (H200: a
- * GRU in cuDNN, which runs on several streams, cost a neighbour 14 of 30 percentage points while it
- * was held, and nothing when its launches waited instead).
+ * stream makes other streams wait for an event, and such a wait does take time slices on the GPU
+ * (H200: a GRU in cuDNN, which runs on several streams, cost a neighbour 14 of 30 percentage points
+ * while it was held, and nothing when its launches waited instead).
  */
 static inline void gate_cross(struct gate *g)
 {

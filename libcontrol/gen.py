@@ -62,8 +62,8 @@ def split_parameters(params: str) -> list[tuple[str, str]]:
 def entry(fn: api.Fn) -> str:
     """Return the C code of one function of the table.
 
-    Raise ValueError for a row with an unknown method, `custom` included, or without something
-    that its method needs.
+    Raise ValueError for a row with an unknown method, `custom` included, or without a field that
+    its method needs.
     """
     methods = {
         "gate": _gated,

@@ -328,7 +328,7 @@ static void after_instantiation(CUresult result, const CUgraphExec *exec, CUgrap
     if (likely(!atomic_load_relaxed(&graphs_in_use)) || result != CUDA_SUCCESS)
         return;
     instantiated(*exec, graph);
-    graph_settle(*exec); /* it may have been uploaded as well */
+    graph_settle(*exec); /* the instantiation may have uploaded it */
 }
 
 CONTROL_EXPORT CUresult cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGraph,

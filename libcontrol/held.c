@@ -1,7 +1,7 @@
 /*
- * Keeps the charge for the memory that one of the driver's pools holds, while several threads make
- * the pool grow and shrink. There is one such charge for each pool of stream-ordered allocations,
- * and one for each GPU's graph memory.
+ * Keeps the charge for the memory that one of the driver's pools holds up to date, while several
+ * threads make the pool grow and shrink. There is one such charge for each pool of stream-ordered
+ * allocations, and one for each GPU's graph memory.
  */
 #include "control.h"
 
@@ -17,7 +17,7 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
 
     /* Another thread that replaces the word in the meantime may have queried the pool later than
      * this thread, which then queries the pool again. An answer that changes nothing is written as
-     * well, so that no older one is written after it. */
+     * well, so that no older answer is written after it. */
     do {
         before = now = 0;
         word = atomic_load_acquire(&held->word);

@@ -14,7 +14,7 @@
 #include <sys/prctl.h>
 
 /* All signals but the two that the C library itself sends to every thread (cancel, setxid): a
- * thread that changes the user ID waits for an answer from each. */
+ * thread that changes the user ID waits for an answer from each thread. */
 #define HELPER_BLOCKED    (~(3ull << 31))
 #define HELPER_ALONE_NS   (NS_PER_MS)       /* interval between checks while the governor is away */
 #define HELPER_HELD_NS    (50 * NS_PER_MS)  /* interval between checks of whether it is away */
@@ -39,10 +39,10 @@
 #define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
 #define HELPER_TRIALS     64 /* at least one in this many times is a trial; at first, more are */
 #define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
-#define HELPER_LATE_NS    (NS_PER_MS)      /* and how long past the end of the grant */
+#define HELPER_LATE_NS    (NS_PER_MS)      /* and at most this long after the end of the grant */
 #define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks for the end of late work */
 #define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
-#define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, where its grant is over */
+#define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, for work of a grant that is over */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* longest time that exit() waits for a helper */
 
@@ -411,9 +411,10 @@ static void *helper_run(void *argument)
 
 /*
  * The process ends by exit(). The library's destructors run before the driver's own. When the
- * latter run, no helper may be in one of the driver's functions, and no work may be held that no
- * helper would let run any more. Destructors of other libraries may still launch afterwards. The
- * call of exit() may have interrupted a thread that holds the lock, so nothing here waits for ever.
+ * latter run, no helper may be in one of the driver's functions, and no work may still be held,
+ * because no helper would let it run. Destructors of other libraries may still launch afterwards.
+ * The call of exit() may have interrupted a thread that holds the lock, so nothing here waits for
+ * ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {
@@ -437,7 +438,8 @@ __attribute__((destructor)) static void helpers_finish(void)
     }
 }
 
-/* Signals are blocked at the thread's creation, so that it receives none of the application's. */
+/* Signals are blocked at the thread's creation, so that it receives none of the application's
+ * signals. */
 cold bool helper_thread(void *(*run)(void *), void *argument)
 {
     uint64_t all = HELPER_BLOCKED, before = 0;

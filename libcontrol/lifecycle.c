@@ -7,12 +7,12 @@
  *
  * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
  * passes_lock; table_lock (parking_table.c); exports_lock or open_lock (hidden.c); a part of the
- * table of blocks. Each of the others (contexts_lock, captures_lock, pools_lock, names_lock,
+ * table of blocks. Each of the other locks (contexts_lock, captures_lock, pools_lock, names_lock,
  * provisional_locks, and publish_lock of parked memory) is held alone or taken last.
  *
- * Held across calls into the driver are start_lock; use_of_contexts (parking.c), open_lock and
- * serve_lock (parking_ipc.c), which are taken before all others; and table_lock for the export of
- * an allocation, in a function that makes no callbacks.
+ * Some locks are held across calls into the driver: start_lock; use_of_contexts (parking.c),
+ * open_lock and serve_lock (parking_ipc.c), which are taken before all others; and table_lock for
+ * the export of an allocation, in a function that makes no callbacks.
  */
 #include "pages.h"
 #include "parking.h"

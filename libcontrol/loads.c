@@ -68,7 +68,7 @@ static bool read_unattributed(const struct grant_device *grant, uint64_t *unattr
 }
 
 /* A load begins when the container's memory is on the GPU. It may take seconds, so memory may be
- * parked meanwhile. */
+ * parked during the load. */
 void load_begin(struct load *load)
 {
     if (parking_applies())
@@ -146,7 +146,7 @@ static uint64_t load_missing(const struct load *load, uint64_t taken)
 }
 
 /* Waits for a sample that shows how much memory belongs to no process. Samples during which the
- * GPU's memory changed do not. */
+ * GPU's memory changed do not show it. */
 static bool load_await_unattributed(const struct load *load, uint64_t since)
 {
     const struct grant_device *grant = grant_of(load);
@@ -206,7 +206,8 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     now = os_now();
     if (taken < LOADS_MUCH) {
         account_driver_takes(load->device, taken);
-        /* Many small loads add up, but it may not be known yet that others gave back memory. */
+        /* Many small loads add up, but others may have given back memory, which only a sample
+         * shows. */
         if (likely(!account_over(load->device, LOADS_DEBT)))
             return true;
         account_await_sample(load->device, now, LOADS_WAIT_NS);

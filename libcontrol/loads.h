@@ -2,14 +2,14 @@
  * Measures how much of a GPU's memory the load of a module or library takes, which no driver call
  * reports.
  *
- * The driver's own cuMemGetInfo, before and after a load, shows it as long as no other container
- * allocates or frees memory. Each call takes 4 us on an H200, and a load a millisecond. A small
- * amount is provisional until the governor has sampled. A large amount is not charged before that:
- * the load waits for a sample, and is undone if the container is then over its quota. If the sample
- * attributes the memory to no process, and the GPU's unattributed memory has grown, the memory is
- * that of managed variables (H200: 128 MiB, taken at the load). They are charged until the module
- * is unloaded. While other containers start and end, the amount cannot be determined. The load is
- * then recorded, and charged as soon as the amount is known.
+ * The driver's own cuMemGetInfo, called before and after a load, shows the amount as long as no
+ * other container allocates or frees memory. Each call takes 4 us on an H200, and a load a
+ * millisecond. A small amount is provisional until the governor has sampled. A large amount is not
+ * charged before that: the load waits for a sample, and is undone if the container is then over its
+ * quota. If the sample attributes the memory to no process, and the GPU's unattributed memory has
+ * grown, the memory is that of managed variables (H200: 128 MiB, taken at the load). They are
+ * charged until the module is unloaded. While other containers start and end, the amount cannot be
+ * determined. The load is then recorded, and charged as soon as the amount is known.
  */
 #pragma once
 
@@ -41,7 +41,7 @@ uint64_t load_grown(const struct load *load);
 void loaded_note(const struct load *load, uint64_t handle);
 uint64_t loaded_forget(uint64_t handle);
 
-/* Call them before and after a module or library is unloaded. */
+/* Called before and after a module or library is unloaded. */
 void unload_begin(struct load *load);
 void unload_end(struct load *load, uint64_t handle, CUresult result);
 

@@ -28,7 +28,7 @@ enum lookup_kind {
  * what it reported before. */
 static char names[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
 static unsigned n_names;
-static struct os_lock names_lock; /* for these, and for this process's writes to the ledger */
+static struct os_lock names_lock; /* for the names, and for this process's writes to the ledger */
 
 static uint64_t lookup_hash(const char *name, size_t length)
 {
@@ -135,7 +135,8 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
     os_unlock(&names_lock);
 }
 
-/* Logs only the first refusal: a process's lines are limited, and others may matter more. */
+/* Logs only the first refusal: the number of lines that a process may log is limited, and other
+ * lines may matter more. */
 static cold void lookup_log(const char *symbol)
 {
     static uint32_t logged;

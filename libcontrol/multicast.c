@@ -1,9 +1,10 @@
 /*
  * Keeps charging memory that is bound to a multicast object or to a logical endpoint.
  *
- * Neither takes any memory itself. Memory that is bound to one stays allocated until it is unbound
- * or the object ends. A multicast object ends like an allocation: with the last of its references
- * and mappings. A logical endpoint is destroyed by its number, which ends this process's bindings.
+ * Neither takes any memory itself. Memory that is bound to either stays allocated until it is
+ * unbound or the object ends. A multicast object ends like an allocation: with the last of its
+ * references and mappings. A logical endpoint is destroyed by its number, which ends this process's
+ * bindings.
  */
 #include "bindings.h"
 #include "parking.h"
@@ -166,7 +167,7 @@ CONTROL_EXPORT CUresult cuLogicalEndpointBindAddr(CUlogicalEndpointId leId, CUde
     return end_binding(ENDPOINT(leId), offset, (uint32_t)dev, kept, result);
 }
 
-/* One call may unbind what several have bound. */
+/* One call may unbind what several calls have bound. */
 CONTROL_EXPORT CUresult cuLogicalEndpointUnbind(CUlogicalEndpointId leId, CUdevice dev,
                                                 cuuint64_t offset, cuuint64_t size)
 {

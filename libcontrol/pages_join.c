@@ -129,8 +129,8 @@ fail:
     return answer;
 }
 
-/* Joins, and waits for a governor that is being restarted. Does not wait for one that has been away
- * for longer, and waits only briefly for one that runs but cannot be reached. */
+/* Joins, and waits for a governor that is being restarted. Does not wait for a governor that has
+ * been away for longer, and waits only briefly for a governor that runs but cannot be reached. */
 static enum pages_answer pages_join_patiently(void)
 {
     uint64_t until = os_now() + PAGES_RESTART_NS;
@@ -191,7 +191,7 @@ void pages_after_fork(void)
     start_lock.word = 0;
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void pages_map_once(void)
 {
     if (!pages_now.grant)

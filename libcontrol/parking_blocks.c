@@ -1,6 +1,6 @@
 /*
- * The blocks that can be moved: what cuMemAlloc and cuMemAllocPitch return in a container whose
- * memory may be parked, from 1 MiB on.
+ * The blocks that can be moved: memory of at least 1 MiB that cuMemAlloc and cuMemAllocPitch return
+ * in a container whose memory may be parked.
  *
  * To the application such a block is like any other of cuMemAlloc. Where the driver distinguishes
  * the two, the library answers (pointers.c). A block that is requested while a stream captures is
@@ -11,7 +11,7 @@
 
 #include "contexts.h"
 
-#define BLOCKS_ROOM_NS (5 * NS_PER_S) /* longest wait of an allocation for others that leave */
+#define BLOCKS_ROOM_NS (5 * NS_PER_S) /* longest wait for other containers or threads */
 #define BLOCKS_NAP_NS  (500 * NS_PER_US)
 
 /* ---- physical memory ---- */
@@ -170,7 +170,7 @@ void parking_sync_end(void)
 }
 
 /* A block of a green context belongs to the primary context, and outlives the green one. A
- * synchronisation of the primary context includes its green ones. */
+ * synchronisation of the primary context includes its green contexts. */
 CUcontext parking_context(const struct parking_block *block)
 {
     CUcontext primary = atomic_load_acquire(&primaries[0].handle);

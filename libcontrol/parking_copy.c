@@ -41,9 +41,9 @@ static CUresult copy_block(const struct parking_block *block, bool out, CUstream
     return result;
 }
 
-/* Notes that the charge for a block is now for memory that NVML attributes to no process or, if not
- * `parked`, for memory that is about to be on the GPU. The quota counts it in both cases. A sample
- * that is taken during this and the move finds that memory is moving. */
+/* Notes whether the charge for a block is now for memory that NVML attributes to no process
+ * (`parked`), or for memory that is about to be on the GPU. The quota counts it in both cases. A
+ * sample that is taken during this call or the move finds that memory is moving. */
 static void charge_as(uint64_t size, bool parked)
 {
     account_hide(0, size, parked);

@@ -8,8 +8,8 @@
  * both processes at once.
  *
  * The socket is in the abstract namespace, so it ends with the process and needs no directory. A
- * connection has to present a number from the handle, because the namespace is the network's, which
- * containers may share.
+ * connection has to present a number from the handle, because the abstract namespace belongs to the
+ * network namespace, which containers may share.
  */
 #include "contexts.h"
 #include "gate.h"
@@ -34,7 +34,8 @@
 #define IPC_PEERS       64 /* connections whose requests are awaited at the same time */
 #define IPC_PEER_ACCESS 1  /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
 
-/* The contents of a handle. That of a block never changes: programs compare handles. */
+/* The contents of a handle. The handle of a block never changes, because programs compare
+ * handles. */
 struct ipc_handle {
     uint64_t magic;
     struct parking_origin origin;
@@ -90,8 +91,8 @@ static bool set_patience(int fd, uint64_t ends)
     return true;
 }
 
-/* Repeats a call on a socket until the time is over, because a signal, a stop or a freeze
- * interrupts it. */
+/* Repeats a call on a socket until the time is over, because a signal, a stop or a freeze may
+ * interrupt it. */
 #define ipc_retry(result, fd, ends, call)                                                          \
     do                                                                                             \
         (result) = set_patience(fd, ends) ? (call) : -EAGAIN;                                      \
@@ -139,7 +140,7 @@ static void answer(int fd)
         os_close(exported);
 }
 
-/* Makes the socket under the process's address. */
+/* Creates the socket at the process's address. */
 static bool listen_at(void)
 {
     struct sockaddr_un address;
@@ -307,7 +308,7 @@ CONTROL_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr d
     return CUDA_SUCCESS;
 }
 
-/* ---- the process that opens them ---- */
+/* ---- the process that opens handles ---- */
 
 bool parking_ipc_knows(const CUipcMemHandle *handle)
 {
@@ -342,7 +343,8 @@ static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_
 }
 
 /* Returns a descriptor of the physical allocation, or -1. If the other program has closed the
- * library's socket, the first connection is lost, but makes the library there open another one. */
+ * library's socket, the first connection is lost, but makes the library in that program open
+ * another socket. */
 static int fetch(const struct ipc_handle *handle)
 {
     uint64_t ends = os_now() + IPC_ANSWER_NS;

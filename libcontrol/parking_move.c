@@ -15,7 +15,7 @@
 
 #define MOVE_FIRST_NS (NS_PER_S)        /* time in which calls and work have to end, at first */
 #define MOVE_LAST_NS  (64 * NS_PER_S)   /* and at most: it doubles with each attempt */
-#define MOVE_RUN_NS   (50 * NS_PER_MS)  /* time for which they go on between two attempts */
+#define MOVE_RUN_NS   (50 * NS_PER_MS)  /* time for which the program runs between two attempts */
 #define MOVE_RETRY_NS (100 * NS_PER_MS) /* between attempts to move memory back */
 #define MOVE_REST_NS  (500 * NS_PER_MS) /* longest sleep without an order */
 #define MOVE_NAP_NS   (100 * NS_PER_US)
@@ -61,8 +61,8 @@ static CUcontext push_context(void)
     return driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS ? ctx : NULL;
 }
 
-/* Waits for the work of a context, which cannot end meanwhile. Returns false if memory must not
- * move: the work failed, the program has been allowed to continue, or a stream captures. */
+/* Waits for the work of a context, which cannot end during the wait. Returns false if memory must
+ * not move: the work failed, the program has been allowed to continue, or a stream captures. */
 static bool synchronize(const CUcontext *handlep)
 {
     CUresult result = CUDA_SUCCESS;
@@ -121,7 +121,7 @@ static enum arena_need arena_need(uint64_t size)
     return size <= ready ? ARENA_PIN : ARENA_WAIT;
 }
 
-/* Pins the next piece. Memory that cannot be pinned is copied all the same, more slowly. */
+/* Pins the next piece. Memory that cannot be pinned is copied all the same, but more slowly. */
 static void arena_pin(void)
 {
     uint64_t left = pages_now.arena_size - arena_pinned;
@@ -190,7 +190,7 @@ static enum parking_moved move_all(bool out)
     return moved;
 }
 
-/* Reports the state, and that the governor should look at it. */
+/* Publishes the state, and makes the governor read it. */
 static void report(void)
 {
     parking_publish();
@@ -241,7 +241,7 @@ static bool close_memory(void)
     return false;
 }
 
-/* Assigns each block its place in the arena. Returns the sum of the sizes. */
+/* Assigns each block its offset in the arena. Returns the sum of the sizes. */
 static uint64_t place_all(void)
 {
     struct parking_block *blocks;
@@ -370,8 +370,8 @@ cold bool parking_move_start(void)
 }
 
 /*
- * The process ends by exit(). The driver's destructors, which run after this, must not meet the
- * thread in one of the driver's functions. Destructors of other libraries may still need the
+ * The process ends by exit(). The driver's destructors, which run after this, must not run while
+ * the thread is in one of the driver's functions. Destructors of other libraries may still need the
  * memory, so it is moved to the GPU even now. The call to exit() may have interrupted a call that
  * is counted, so nothing here waits for ever.
  */

@@ -11,7 +11,7 @@ static uint64_t total;
 static uint64_t n_made;
 static uint32_t n_freed; /* blocks with `freed` */
 
-/* Called with the lock. Returns the index of the first block that begins after `address`. */
+/* Called with the lock held. Returns the index of the first block that begins after `address`. */
 static size_t upper(uint64_t address)
 {
     size_t low = 0, high = n_blocks;
@@ -27,7 +27,7 @@ static size_t upper(uint64_t address)
     return low;
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static struct parking_block *block_at(uint64_t address)
 {
     size_t after = upper(address);
@@ -73,7 +73,7 @@ bool parking_table_add(const struct parking_block *block)
     return has_room;
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void take(struct parking_block *block)
 {
     if (!block->fixed && !block->freed)
@@ -110,7 +110,7 @@ bool parking_first(struct parking_block *found)
     return any;
 }
 
-/* Called with the lock, by a call that has entered, so the block is resident. */
+/* Called with the lock held, by a call that has entered, so the block is resident. */
 static void fix(struct parking_block *block)
 {
     if (block->fixed || block->freed)
@@ -192,7 +192,7 @@ bool parking_table_take_owned(uint8_t owner, struct parking_block *taken)
     return found;
 }
 
-/* Called with the lock. */
+/* Called with the lock held. */
 static void mark_freed(struct parking_block *block)
 {
     if (!block->fixed)

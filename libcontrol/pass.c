@@ -113,7 +113,7 @@ void pass_after_fork(void)
 }
 
 /* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
- * the handle of a default stream does only with one GPU and one context. No stream may have one
+ * the handle of a default stream does only with one GPU and one context. No stream may have a pass
  * while the launch of a kernel by the kernel's handle would load a library (modules.c), or where
  * each launch has to keep memory on the GPU (parking.h). */
 static bool pass_fits(CUstream stream)
@@ -135,7 +135,8 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
     atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
-    /* A thread that read the limit of the last pass sees all of this one, or nothing of it. */
+    /* A thread that read the limit of the last pass sees either all of the new pass or nothing of
+     * it. */
     atomic_store_release(&p->deadline_ns, deadline);
     atomic_store_release(&p->limit, limit ? limit : 1);
 }

@@ -9,7 +9,8 @@
  * uses a pass is only counted. The average duration of a stream's launches is learned, and a pass
  * is valid for as many launches as take a few milliseconds. When too much is queued, the next
  * launch waits: another container may want the GPU at any time, and would have to wait for all of
- * it. Now and then a launch is measured on its own, as a sample of what the program launches.
+ * that work. Now and then a launch is measured on its own, as a sample of what the program
+ * launches.
  *
  * Under a grant with a deadline, a pass is metered: it has a budget of GPU time, as much as may be
  * queued before the next marker, and pays for each launch by its learned duration. The launches are

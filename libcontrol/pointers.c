@@ -1,5 +1,5 @@
 /*
- * Answers to queries about the addresses of blocks that may be parked; see parking.h.
+ * Answers queries about the addresses of blocks that may be parked; see parking.h.
  *
  * To the application, such a block is memory of cuMemAlloc; to the driver, it is a mapping of a
  * physical allocation. The driver's answers about it differ in a few attributes from those about

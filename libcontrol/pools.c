@@ -154,8 +154,8 @@ static cold int pool_location(CUmemoryPool handle, bool *managedp)
     return pool_device(&location, *managedp);
 }
 
-/* Adds a pool that was not created through this library: a GPU's default pool, or one of the
- * host. */
+/* Adds a pool that was not created through this library: a GPU's default pool, or a pool of host
+ * memory. */
 static cold struct pool *pool_discover(CUmemoryPool handle)
 {
     bool managed;

@@ -23,7 +23,7 @@ struct pool {
     uint32_t state;
     uint32_t n_askers; /* threads that query it outside the application's calls */
     /* Until this time, free memory in the pool is no reason to let an allocation through: the last
-     * one that was let through for it made the pool grow. */
+     * allocation that was let through for that reason made the pool grow. */
     uint64_t trust_at;
     uint64_t level; /* not 0: it has grown beyond the quota, until it holds less than this */
     struct held held;

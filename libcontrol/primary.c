@@ -64,8 +64,8 @@ static void primary_forget(int device)
         gate_forget_context(handle);
 }
 
-/* Only the last release ends the context. Until then, what is held in it stays held. Returns the
- * charges that may end. */
+/* Only the last release ends the context. Until then, work that is held in it stays held. Returns
+ * the charges that may end. */
 static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);

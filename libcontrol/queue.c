@@ -404,7 +404,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        /* Other containers' work that ran alongside for a moment cannot have doubled it. */
+        /* Other containers' work that ran alongside for a moment cannot have doubled the
+         * duration. */
         if (rise == ESTIMATE_RISE_BESIDE && measured / 2 > predicted)
             rise = ESTIMATE_RISE;
         if (learns)

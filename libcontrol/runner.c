@@ -12,8 +12,8 @@
  *
  * Containers with several GPUs are granted them together. The threads share the state of gangs.c
  * under a mutex that is taken last, for the policy alone; the only system call under it is the
- * write to the eventfd that wakes another GPU's thread. A GPU that no such container has is stepped
- * without that mutex.
+ * write to the eventfd that wakes another GPU's thread. A GPU that belongs to no such container is
+ * stepped without that mutex.
  */
 #include "runner_state.h"
 
@@ -34,7 +34,7 @@ static void poke(struct runner *runner)
     uint64_t one = 1;
 
     if (write(runner->wake_fd, &one, sizeof one) < 0)
-        return; /* full: it is awake already */
+        return; /* full: the thread has been woken already */
 }
 
 /* The runners' mutex is held. */
@@ -279,7 +279,7 @@ RUNNER_EXPORT void runners_remove(struct runners *runners, int32_t gang)
     pthread_mutex_unlock(&runners->mutex);
 }
 
-/* `runners` may be NULL. */
+/* Returns NULL on failure. `runners` may be NULL: the GPU then takes part in no gang. */
 RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, struct runners *runners)
 {
     struct epoll_event event = {.events = EPOLLIN};
@@ -417,7 +417,7 @@ RUNNER_EXPORT void runner_pause(struct runner *runner, int32_t tenant, bool paus
     poke(runner);
 }
 
-/* The arbiter is not stepped for now: gangs must not wait for it. */
+/* Excludes the GPU from its gangs, which must not wait for an arbiter that is not stepped. */
 static void leave_gangs(struct runner *runner)
 {
     if (!runner->runners)

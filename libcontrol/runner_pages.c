@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define SIGN_NS (500 * NS_PER_MS) /* a process that gave no sign for longer may be stopped */
+#define SIGN_NS (500 * NS_PER_MS) /* a process that gave no sign for longer may have been stopped */
 
 void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
                         struct report *reportp)
@@ -235,7 +235,8 @@ void runner_open_all(struct runner *runner, uint64_t now)
     }
 }
 
-/* Closes all open grants, because the arbiter grants again. Its grants have higher numbers. */
+/* Closes all open grants, because the arbiter makes grants again. Its grants have higher
+ * numbers. */
 void runner_close_all(struct runner *runner)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {

@@ -17,20 +17,20 @@ struct runner_tenant {
     bool paused;         /* it is granted nothing */
     bool granted;        /* its page has a grant */
     bool together;       /* its page says that its GPUs are granted together */
-    uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
+    uint64_t waiting_ns; /* since when it has waited for a grant; 0: it does not wait */
     struct runner_waits waits;
 };
 
 /* All GPUs of a node. */
 struct runners {
-    pthread_mutex_t mutex; /* taken within a runner's own */
+    pthread_mutex_t mutex; /* taken while a runner's own is held */
     struct gangs *gangs;
     struct runner *each[GANGS_N_GPUS];
 };
 
 struct runner {
     struct runner_config config;
-    struct runners *runners; /* NULL: it has no part in gangs */
+    struct runners *runners; /* NULL: it takes part in no gang */
     uint32_t gpu;            /* its index in runners->each */
     pthread_mutex_t mutex;
     pthread_t thread;
@@ -39,7 +39,7 @@ struct runner {
     int epoll_fd;
     int wake_fd;
     int due_fd; /* written when a process begins to wait for a sample */
-    bool due;   /* a wait was reported; no other one is until runner_due() finds none */
+    bool due;   /* a wait was reported; no other is reported until runner_due() finds none */
     struct arbiter *arbiter;
     struct arbiter_view view;
     struct runner_tenant tenants[ARBITER_N_TENANTS];

@@ -272,8 +272,8 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
     return CUDA_SUCCESS;
 }
 
-/* Undoes map_enter(). An import that is no longer mapped has no size again, because the size of the
- * failed mapping may have been wrong. */
+/* Undoes map_enter(). An import that is no longer mapped loses its size again, because the size of
+ * the failed mapping may have been wrong. */
 static void map_fails(CUmemGenericAllocationHandle handle)
 {
     struct block gone = {0};

@@ -40,7 +40,7 @@ link = -1
 
 
 def follow(pipe: int) -> None:
-    """Have the kernel send SIGALRM when the waiting process ends. Raise OSError if it already has.
+    """Have the kernel send SIGALRM when the waiting process ends. Raise OSError if it has ended.
 
     Nothing is ever written to the pipe, so a signal for it means that its other end is closed.
     PR_SET_PDEATHSIG is not sufficient: the kernel clears it when a process changes its user.
@@ -76,7 +76,7 @@ def overdue(seconds: float, subject: str) -> "MountError":
 
 
 def run_apart(work: "Callable[[], int]", seconds: float, subject: str = "the hook") -> int:
-    """Do work in a worker and return its status. Raise MountError if it is late or incomplete.
+    """Do work in a worker and return its status. Raise MountError if the work is late or incomplete.
 
     `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
     already, so it does the work itself.

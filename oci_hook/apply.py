@@ -348,7 +348,7 @@ class Applier:
         return fd
 
     def _note(self, dirfd: int, trace: HookTrace) -> None:
-        """Record what was created in the image; on a volume it is not visible from outside."""
+        """Record what was created, unless it is on a volume, which is not visible from outside."""
         if kernel.mount_id(dirfd) == self.root_mount:
             self.undo.note(trace)
 

@@ -11,7 +11,7 @@
 #include "parking.h"
 #include "pass.h"
 
-#define COPY_SMALL   (1ull << 20) /* smaller ones take no longer than an empty kernel */
+#define COPY_SMALL   (1ull << 20) /* smaller copies take no longer than an empty kernel */
 #define COPY_BASE_NS 5000
 #define COPY_PER_NS  2000 /* bytes */
 #define FILL_PER_NS  4000

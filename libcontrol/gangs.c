@@ -267,7 +267,7 @@ static bool is_over(const struct gangs *gangs, const struct gang *g, const struc
 }
 
 /* Whether the gang gave the GPU back, wants it again and still holds others: work on those may be
- * waiting for its counterpart on this one. */
+ * waiting for its counterpart on this GPU. */
 static bool is_split(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return g->turn && holds(g) && !is_given_up(gangs, g) && m->split_ns <= gangs->now &&

@@ -221,9 +221,9 @@ static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
     return one ? 0 : pages_index_current();
 }
 
-/* Learns how long the program's pauses are, from a launch that follows one. Launches that a metered
- * pass let through have no recorded times; they count as made just now, so nothing is learned from
- * them. */
+/* Learns how long the program's pauses are, from a launch that follows a pause. Launches that a
+ * metered pass let through have no recorded times; they count as made just now, so nothing is
+ * learned from them. */
 static void gate_note_pause(struct gate *g, uint64_t now)
 {
     uint64_t end = g->queue.busy_until > g->last_launch ? g->queue.busy_until : g->last_launch;

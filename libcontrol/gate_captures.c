@@ -23,11 +23,11 @@ __thread bool gate_visiting;
 /* ---- calls by which a stream may join a capture ---- */
 
 /*
- * Called before a call by which a stream may join a capture: it begins one, or waits for an event
- * of one. From here on no thread records an event in a stream that it has not just launched into,
- * and threads that were doing so have finished. If an event were recorded in the capture, a query
- * of the event would break the capture. A thread that marks may be blocked behind a full queue that
- * the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
+ * Called before a call by which a stream may join a capture: a call that begins one, or that waits
+ * for an event. From here on no thread records an event in a stream that it has not just launched
+ * into, and threads that were doing so have finished. If an event were recorded in the capture, a
+ * query of the event would break the capture. A thread that marks may be blocked behind a full
+ * queue that the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
  */
 void gate_join_begin(void)
 {

@@ -62,9 +62,9 @@ void captures_after_fork(void);
 void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t now,
                struct ledger_device *ledger);
 
-/* Whether an event may be recorded in a stream that other threads may use: not if it captures, and
- * not in the legacy stream while any stream captures, because the legacy stream waits for that
- * stream. The lock is held before and after. */
+/* Whether an event may be recorded in a stream that other threads may use: not if the stream
+ * captures, and not in the legacy stream while any stream captures, because the legacy stream waits
+ * for that stream. The lock is held before and after. */
 static inline bool gate_may_mark(struct gate *g, CUstream stream)
 {
     bool captures_now;

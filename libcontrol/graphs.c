@@ -133,8 +133,8 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds the ranges that the graph's nodes allocate on one GPU: that of the first node that allocates
- * on a governed GPU. */
+/* Adds the ranges that the graph's nodes allocate on one GPU, the GPU of the first node that
+ * allocates on a governed GPU. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;

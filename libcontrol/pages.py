@@ -120,7 +120,7 @@ def init_grant(
 def write_usage(
     page: mmap, entries: Sequence[Mapping[str, int | Sequence[int]]], time_us: int
 ) -> None:
-    """Replace what the usage part of a grant file says about the container's processes.
+    """Replace the entries for the container's processes in the usage part of a grant file.
 
     `entries` have fields of `usage_entry`; a field per GPU is a sequence. `time_us` is the current
     time in microseconds since 1970. A reader that reads at the same time sees that the sequence

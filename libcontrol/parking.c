@@ -56,8 +56,9 @@ void parking_exempt(void)
     exempt = true;
 }
 
-/* Several GPUs would have to be parked and resident together, and the memory of clients of an MPS
- * server belongs to the server's contexts. The governor allows neither. */
+/* The memory of several GPUs would have to be parked and resident together, and the memory of an
+ * MPS server's clients belongs to the server's contexts. The governor allows parking in neither
+ * case. */
 bool parking_start(void)
 {
     const struct grant_device *grant = pages_grant_device(0);

@@ -318,8 +318,8 @@ bool parking_ipc_knows(const CUipcMemHandle *handle)
     return magic == IPC_MAGIC && parking_applies();
 }
 
-/* Connects, and reads the answer. Returns 1 if there was one; any other value is a failure, and a
- * negative one an error number. */
+/* Connects, and reads the answer. Returns 1 if there was an answer; any other value is a failure,
+ * and a negative value is a negative errno. */
 static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_FDS])
 {
     struct ipc_request request = {.secret = {handle->secret[0], handle->secret[1]},

@@ -103,7 +103,7 @@ static bool synchronize_all(void)
 enum arena_need {
     ARENA_NOTHING,
     ARENA_PIN,  /* the next piece has to be pinned */
-    ARENA_WAIT, /* for the governor to make more of it ready */
+    ARENA_WAIT, /* the governor has to make more of the arena ready */
 };
 
 static enum arena_need arena_need(uint64_t size)

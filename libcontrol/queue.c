@@ -324,8 +324,8 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
 
 /*
  * Returns in `addedp` the GPU time that an interval adds to the known use. Streams run at the same
- * time, so a second of two streams is one second of the GPU. Events of one context share a clock.
- * Returns false if the interval was not measured.
+ * time, so a second in which two streams run is one second of the GPU. Events of one context share
+ * a clock. Returns false if the interval was not measured.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
                            const struct queue_look *look, uint64_t *addedp)

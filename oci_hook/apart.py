@@ -76,7 +76,7 @@ def overdue(seconds: float, subject: str) -> "MountError":
 
 
 def run_apart(work: "Callable[[], int]", seconds: float, subject: str = "the hook") -> int:
-    """Do work in a worker and return its status. Raise MountError if the work is late or incomplete.
+    """Do work in a worker; return its status. Raise MountError if the work is late or incomplete.
 
     `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
     already, so it does the work itself.

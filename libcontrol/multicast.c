@@ -104,7 +104,7 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr(CUmemGenericAllocationHandle mcHandl
     parking_begin();
     result = real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags);
     if (parking_applies() && result == CUDA_SUCCESS)
-        parking_fix(memptr); /* what is bound stays where it is */
+        parking_fix(memptr); /* bound memory stays where it is */
     parking_end();
     return end_binding(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept, result);
 }
@@ -119,7 +119,7 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHa
     parking_begin();
     result = real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags);
     if (parking_applies() && result == CUDA_SUCCESS)
-        parking_fix(memptr); /* what is bound stays where it is */
+        parking_fix(memptr); /* bound memory stays where it is */
     parking_end();
     return end_binding(mcHandle, mcOffset, (uint32_t)dev, kept, result);
 }
@@ -162,7 +162,7 @@ CONTROL_EXPORT CUresult cuLogicalEndpointBindAddr(CUlogicalEndpointId leId, CUde
     parking_begin();
     result = real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags);
     if (parking_applies() && result == CUDA_SUCCESS)
-        parking_fix((uintptr_t)ptr); /* what is bound stays where it is */
+        parking_fix((uintptr_t)ptr); /* bound memory stays where it is */
     parking_end();
     return end_binding(ENDPOINT(leId), offset, (uint32_t)dev, kept, result);
 }

@@ -206,7 +206,7 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
     n = pages_receive(r->fd, MSG_DONTWAIT, &slot, fds);
     ledger_fd = fds[PAGES_LEDGER];
     if (fds[PAGES_ARENA] >= 0)
-        os_close(fds[PAGES_ARENA]); /* the process has mapped it, or did not get one in time */
+        os_close(fds[PAGES_ARENA]); /* the arena was mapped at the join, or comes too late */
     if (n == -EAGAIN && now < r->until)
         return;
     if (n != (long)sizeof slot) {

@@ -25,7 +25,7 @@ struct pool {
     /* Until this time, free memory in the pool is no reason to let an allocation through: the last
      * allocation that was let through for that reason made the pool grow. */
     uint64_t trust_at;
-    uint64_t level; /* not 0: it has grown beyond the quota, until it holds less than this */
+    uint64_t level; /* not 0: it outgrew the quota, and has not held less than this since */
     struct held held;
 };
 

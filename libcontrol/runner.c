@@ -52,7 +52,7 @@ static uint64_t pack_watch(int fd, uint64_t also)
     return also << 32 | (uint32_t)fd;
 }
 
-/* Reads once only: the socket of a process that writes faster than that is read again after all
+/* Reads only once, so that the socket of a process that keeps writing is read again only after all
  * others. */
 static void drain(struct runner *runner, int fd, uint64_t also)
 {

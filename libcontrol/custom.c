@@ -284,12 +284,16 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS 
                                                              unsigned int flags)
 {
     struct gate_ticket tickets[CUSTOM_N_LAUNCHES];
-    unsigned n = launchParamsList && numDevices <= CUSTOM_N_LAUNCHES ? numDevices : 0;
+    unsigned n_entered = 0;
+    CUresult result = CUDA_SUCCESS;
     CUcontext ctx;
-    CUresult result;
 
-    for (unsigned i = 0; i < n; i++) {
-        const CUDA_LAUNCH_PARAMS *p = &launchParamsList[i];
+    /* The driver accepts one launch for each GPU at most. */
+    if (numDevices > CUSTOM_N_LAUNCHES)
+        return CUDA_ERROR_INVALID_VALUE;
+    while (launchParamsList && n_entered < numDevices && result == CUDA_SUCCESS) {
+        const CUDA_LAUNCH_PARAMS *p = &launchParamsList[n_entered];
+        struct gate_ticket *ticket = &tickets[n_entered++];
         struct gate_work work = {
             .key = (uintptr_t)p->function,
             .blocks = gate_blocks(p->gridDimX, p->gridDimY, p->gridDimZ),
@@ -297,15 +301,16 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS 
             .together = true,
         };
 
-        tickets[i].device = -1;
-        tickets[i].inside = false;
+        ticket->device = -1;
+        ticket->inside = false;
         if (custom_push_context_of(p->hStream)) {
-            gate_enter(&tickets[i], &work);
+            result = gate_enter(ticket, &work);
             driver->cuCtxPopCurrent(&ctx);
         }
     }
-    result = real->cuLaunchCooperativeKernelMultiDevice(launchParamsList, numDevices, flags);
-    for (unsigned i = 0; i < n; i++) {
+    if (result == CUDA_SUCCESS)
+        result = real->cuLaunchCooperativeKernelMultiDevice(launchParamsList, numDevices, flags);
+    for (unsigned i = 0; i < n_entered; i++) {
         bool pushed = tickets[i].device >= 0 && custom_push_context_of(launchParamsList[i].hStream);
 
         tickets[i].mark = tickets[i].mark && pushed;

@@ -99,6 +99,35 @@ def test_a_copy_is_counted_like_an_older_one(
     assert counted(agent, program) == expected
 
 
+TOGETHER = """
+class Launch(ctypes.Structure):
+    _fields_ = [('function', ctypes.c_void_p), *[(f'n{i}', ctypes.c_uint) for i in range(7)],
+                ('stream', ctypes.c_void_p), ('parameters', ctypes.c_void_p)]
+def together(n):
+    launches = (Launch * n)(*[Launch(stream=s, n0=1, n1=1, n2=1, n3=1, n4=1, n5=1)] * n)
+    return driver.try_call('cuLaunchCooperativeKernelMultiDevice', launches, n, 0)
+"""
+DENIED, INVALID_VALUE = 802, 1
+
+
+def test_a_launch_on_several_gpus_is_refused_like_one_on_a_single_gpu(agent: Agent) -> None:
+    """The process became a client of an MPS server, which its container's strategy rules out."""
+    agent.run(TOGETHER)
+    assert agent.run("together(1)") == 0
+    agent.run("os.environ['SIMGPU_MPS'] = '1'")
+    assert agent.run("driver.try_call('cuInit', 0)") == DENIED
+    assert agent.run("together(1)") == DENIED
+    assert agent.run("together(2)") == DENIED
+    assert agent.run("driver.library.shim_n_together()") == 1
+
+
+def test_a_launch_on_more_gpus_than_there_can_be_does_not_reach_the_driver(agent: Agent) -> None:
+    agent.run(TOGETHER)
+    assert agent.run("together(64)") == 0
+    assert agent.run("together(65)") == INVALID_VALUE
+    assert agent.run("driver.library.shim_n_together()") == 1
+
+
 @pytest.mark.parametrize("copy", ["plain(b, a)", "cube(b, a)", "fabric(b, a)"])
 def test_a_copy_within_the_gpu_waits_for_a_grant(node: MemoryNode, agent: Agent, copy: str) -> None:
     grant(node, 0, 3)

@@ -1,4 +1,4 @@
-"""Host memory for parked memory: allocated piece by piece, and given back."""
+"""Test the host memory for parked memory: allocated piece by piece, and given back."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_process_that_ends_while_its_arena_grows_leaves_nothing(ledger, monkey
     os.close(passed_on)
 
 
-def test_a_process_that_ends_while_others_have_the_turn_gets_nothing(ledger, monkeypatch) -> None:
+def test_a_process_that_ends_while_it_waits_for_its_turn_gets_nothing(ledger, monkeypatch) -> None:
     arenas = Arenas(ledger)
     arenas.open(0)
 
@@ -117,7 +117,7 @@ def test_a_process_that_ends_while_others_have_the_turn_gets_nothing(ledger, mon
     assert arenas.total == 0
 
 
-def test_a_process_without_an_arena_gets_none(ledger) -> None:
+def test_an_arena_that_was_not_opened_does_not_grow(ledger) -> None:
     arenas = Arenas(ledger)
     asyncio.run(arenas.grow(5, PIECE))
     arenas.close(5)

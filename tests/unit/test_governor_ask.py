@@ -1,4 +1,4 @@
-"""Test the command line's errors if no request can be sent to the governor."""
+"""Test the errors of the command line when no request can be sent to the governor."""
 
 from __future__ import annotations
 

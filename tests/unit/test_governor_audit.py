@@ -135,7 +135,7 @@ class VirtualTime:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that runs on such a clock."""
+    """An event loop that runs on a `VirtualTime`."""
 
     def __init__(self, clock: VirtualTime) -> None:
         class Selector(selectors.SelectSelector):
@@ -196,7 +196,7 @@ class AuditWorld:
             await asyncio.sleep(0.1)
 
     def named(self) -> tuple[ProcessUse, ...]:
-        """Return a sample in which process 1 works at present."""
+        """Return a sample that shows process 1 at work now."""
         return (ProcessUse(1, self.clock.time_ns() // 1000, 99),)
 
     def play(self, scene: Awaitable[None]) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     "honest",
     ["holds", "granted", "held", "small", "copies", "pending", "allocates", "frees", None],
 )
-def test_a_container_that_holds_or_reports_is_not_accused_of_work(
+def test_a_container_that_holds_the_gpu_or_reports_its_work_is_not_accused(
     world: Callable[..., AuditWorld], honest: str | None
 ) -> None:
     made = world()
@@ -346,7 +346,7 @@ def test_utilisation_is_sampled_where_an_idle_container_has_memory(
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
 
 
-def test_use_of_a_gpu_that_was_not_granted_is_shown_but_is_no_violation(
+def test_use_of_a_gpu_that_was_not_granted_is_shown_but_is_not_a_violation(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world(on_violation="stop")
@@ -412,7 +412,7 @@ def test_stopping_kills_a_container_once(world: Callable[..., AuditWorld]) -> No
     assert [one["event"] for one in logs] == ["violation", "violation-stopped"]
 
 
-def test_a_container_that_ended_by_itself_cannot_be_stopped(
+def test_stopping_a_container_that_has_already_ended_is_logged_as_failed(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world(on_violation="stop")
@@ -427,7 +427,7 @@ def test_a_container_that_ended_by_itself_cannot_be_stopped(
 def test_a_container_is_frozen_and_thawed_without_samples(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVML may fail permanently after the container was frozen."""
+    """NVML may fail permanently after the container has been frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -489,10 +489,10 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_possible(
     assert [one["cgroup"] for one in logs if one["event"] == "container-frozen"] == ["/one", "/two"]
 
 
-def test_if_one_of_two_groups_cannot_be_frozen_none_stays_frozen(
+def test_if_one_of_two_groups_cannot_be_frozen_neither_stays_frozen(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freezing the second group fails, after the first one was frozen."""
+    """Freezing the second group fails after the first one has been frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -616,7 +616,7 @@ def test_containers_that_a_dead_governor_left_frozen_are_thawed(
 
 
 def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make thawing fail as with a read-only /sys/fs/cgroup; return a function that ends this."""
+    """Make thawing fail as on a read-only /sys/fs/cgroup; return a function that undoes this."""
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
@@ -631,7 +631,7 @@ def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_container_that_cannot_be_thawed_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drop-in that allows freezing is removed with the policy, after the governor was killed."""
+    """This happens if the drop-in that allows freezing is removed after a governor was killed."""
     group = tmp_path / "cgroup/pod/one"
     group.mkdir(parents=True)
     (group / "cgroup.freeze").write_text("1")
@@ -745,7 +745,9 @@ def test_a_violation_ends_with_its_container(world: Callable[..., AuditWorld]) -
     assert episode.ended is not None
 
 
-def test_a_container_of_the_same_name_is_another_one(world: Callable[..., AuditWorld]) -> None:
+def test_a_container_does_not_inherit_findings_from_one_of_the_same_name(
+    world: Callable[..., AuditWorld],
+) -> None:
     made = world()
     first = made.add("one")
     made.owners = {1: first}
@@ -763,7 +765,7 @@ def test_a_container_of_the_same_name_is_another_one(world: Callable[..., AuditW
 
 
 class Holds(Made):
-    """A container with two GPUs, with their schedulers steered or not."""
+    """A container with two GPUs, whose schedulers are steered or not."""
 
     def __init__(self) -> None:
         super().__init__("one")

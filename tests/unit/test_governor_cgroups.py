@@ -153,7 +153,7 @@ def test_if_both_versions_exist_version_2_freezes(kernel: Kernel) -> None:
         assert group.hierarchy == V2
 
 
-def test_where_version_2_cannot_freeze_version_1_does(kernel: Kernel) -> None:
+def test_where_version_2_cannot_freeze_version_1_is_used(kernel: Kernel) -> None:
     kernel.process(INIT, "7:freezer:/one", "0::/one", parent=SHIM)
     kernel.old_group("/one")
     (kernel.v2 / "one").mkdir()
@@ -234,7 +234,7 @@ def test_mounts_are_read_as_the_kernel_writes_them(kernel: Kernel) -> None:
     }
 
 
-def test_a_process_start_time_follows_its_name(kernel: Kernel) -> None:
+def test_the_start_time_is_found_after_a_name_with_parentheses(kernel: Kernel) -> None:
     kernel.process(INIT, "0::/")
     fields = " ".join(["S", "1"] + ["0"] * 17 + ["250", "0"])
     (kernel.proc / "100/stat").write_text(f"100 (a) (b c) {fields}\n")
@@ -281,7 +281,7 @@ def test_a_process_in_a_nested_namespace_belongs_to_the_container() -> None:
         assert membership.has_namespaces(cgroups.pid_namespaces(innermost))
         assert not membership.has_namespaces(cgroups.pid_namespaces(outside.pid))
         assert not cgroups.find_membership(innermost).has_namespaces(cgroups.pid_namespaces(first))
-        assert cgroups.find_membership(outside.pid).namespace is None  # it shares the test's own
+        assert cgroups.find_membership(outside.pid).namespace is None  # in the namespace of the test
 
 
 def test_a_joined_namespace_does_not_identify_a_container() -> None:
@@ -316,8 +316,8 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
             membership = cgroups.find_membership(process.pid)
             assert path in membership.cgroups.values()
             group = open_group(membership, process.pid, {}, mounts)
-            # In version 1, a frozen process does not die even on SIGKILL, so a failing test would
-            # wait for ever.
+            # In version 1, even SIGKILL does not end a frozen process, so a failing test would wait
+            # for ever.
             with contextlib.closing(group), thawed_at_last(group):
                 group.freeze()
                 assert group.is_frozen()

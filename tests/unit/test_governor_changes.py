@@ -1,4 +1,4 @@
-"""Test quotas that change while the governor waits for room on the GPU, and other things happen."""
+"""Test changes of quotas that wait for room on the GPU, and what other requests do meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 20.0
 
 
 class DecidedRoom:
-    """Takes the place of the parker: a container waits for room until the test decides."""
+    """Replaces the parker: a container waits for room until the test decides."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Container, int, asyncio.Future[None]]] = []
@@ -63,7 +63,7 @@ def run(directory: Path, build_dir: Path, scene: Scene) -> None:
 
 
 def booked(world: MetricsWorld, container: Container) -> Quota | None:
-    """Return what the allocation table says about a container."""
+    """Return the quota of a container in the allocation table."""
     [gpu] = world.server.admissions._allocations._gpus
     return gpu.quotas.get(container.key)
 
@@ -77,7 +77,7 @@ def amounts(quota: Quota) -> tuple[int, int]:
     return quota.memory // GIB, quota.compute
 
 
-def test_of_two_changes_at_once_none_is_lost(tmp_path: Path, build_dir: Path) -> None:
+def test_of_two_concurrent_changes_neither_is_lost(tmp_path: Path, build_dir: Path) -> None:
     async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB)
         await room.until_waiting()
@@ -119,8 +119,10 @@ def test_two_changes_that_grow_each_wait_for_their_room(tmp_path: Path, build_di
     run(tmp_path, build_dir, scene)
 
 
-def test_while_a_change_waits_others_get_neither_quota(tmp_path: Path, build_dir: Path) -> None:
-    """A change to more memory and less time that fails finds the time that it had."""
+def test_while_a_change_waits_others_get_neither_the_old_nor_the_new_quota(
+    tmp_path: Path, build_dir: Path
+) -> None:
+    """After a failed change to more memory and less time, the container has its former time."""
 
     async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:
         first = change(world, memory=12 * GIB, compute=10)
@@ -142,7 +144,7 @@ async def give_room(_container: Container, _more: int) -> None:
     """Return at once."""
 
 
-def test_a_gpu_that_is_lost_meanwhile_does_not_hide_the_refusal(
+def test_a_gpu_that_is_lost_during_a_change_does_not_hide_the_refusal(
     tmp_path: Path, build_dir: Path
 ) -> None:
     async def scene(world: MetricsWorld, room: DecidedRoom, container: Container) -> None:

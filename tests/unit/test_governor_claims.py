@@ -106,7 +106,7 @@ class ClaimsWorld:
         await self.server.adopt()
 
     def kill(self) -> None:
-        """Discard everything, as if the process were killed: nothing more is written."""
+        """Discard the governor as if its process were killed: nothing more is written."""
         for container in self.server.containers.values():
             container._state = container._slots._state = State()  # discards their writes
             container.close(keep=True)
@@ -319,7 +319,7 @@ def test_claims_and_other_containers_share_the_allocation_table() -> None:
         ([share(compute_limit=60)], "limit of 60 % is below the guarantee of 70 %"),
     ],
 )
-def test_a_nonsensical_claim_is_refused(shares: list[dict[str, Any]], message: str) -> None:
+def test_a_contradictory_claim_is_refused(shares: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_claim(told("a", *shares))
 
@@ -451,7 +451,7 @@ def test_an_init_container_and_then_the_main_one() -> None:
     run(scene)
 
 
-def test_containers_may_have_parts_of_a_claim_but_not_each_others() -> None:
+def test_containers_may_use_separate_shares_of_a_claim_but_not_overlapping_ones() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x"), share("y", gpu=1)))
         await world.admit("one", use("a", "x"))
@@ -466,7 +466,7 @@ def test_containers_may_have_parts_of_a_claim_but_not_each_others() -> None:
     run(scene)
 
 
-def test_a_container_with_shares_of_two_claims_on_two_gpus() -> None:
+def test_a_container_may_use_shares_of_two_claims_if_their_quotas_are_equal() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share(gpu=1)))
         world.claim(told("b", share(gpu=0)))
@@ -513,7 +513,7 @@ def test_a_second_entry_of_the_hook_finds_the_container_prepared() -> None:
         with pytest.raises(RefusedError, match="already registered"):
             await world.server.admissions.admit({**request, "claims": []}, [fd], [])
         os.close(fd)
-        with pytest.raises(RefusedError, match="already registered"):  # another with that id
+        with pytest.raises(RefusedError, match="already registered"):  # another container
             await world.begin("one", use("a"))
         first.kill()
         first.wait()
@@ -663,7 +663,7 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
             " claim default/name-other (1024 MiB and 10 %) holds a share of this GPU"
         )
         await world.end("beside")
-        await world.end("its-container", wait=False)  # its end was not noticed yet
+        await world.end("its-container", wait=False)  # its end has not been noticed yet
         world.server.bookings.unclaim("other")
         world.claim(told("new"))
         assert world.booked() == (4 * GIB, 70)
@@ -671,7 +671,7 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
     run(scene)
 
 
-def test_a_claim_that_is_larger_than_its_gpu_waits_for_nothing() -> None:
+def test_a_claim_that_is_larger_than_its_gpu_is_not_told_to_wait() -> None:
     async def scene(world: ClaimsWorld) -> None:
         with pytest.raises(RefusedError) as caught:
             world.claim(told("a", share(compute=60), share("gpu/1", compute=50)))

@@ -31,7 +31,10 @@ CONTAINERS = ("one", "two")
 
 
 class Killed:
-    """A profiler that counts the calls to our functions, and kills this process at one of them."""
+    """A profiler that counts calls and returns of the governor's functions.
+
+    It kills this process at one of them.
+    """
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -48,7 +51,7 @@ class Killed:
 
 
 class KillScene:
-    """Directories and containers that outlive a governor, on which governors run and are killed."""
+    """Directories and containers that outlive the governors that run on them and are killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,7 +61,7 @@ class KillScene:
     def run(self, act: Callable[[KilledGovernor], Awaitable[None]], at: int = 0) -> list[Any]:
         """Run a governor that may be killed at a step, and return its answers.
 
-        The last entry has the number of calls if it was not killed.
+        If the governor was not killed, the last answer is its number of calls.
         """
         read, write = os.pipe()
         pid = os.fork()
@@ -90,7 +93,7 @@ class KillScene:
         governor.say({"calls": killed.calls})
 
     def end(self, name: str) -> None:
-        """End a container, whether or not a killed governor has noticed."""
+        """End a container, whether or not a governor ended it before being killed."""
         self.sleepers[name].kill()
         self.sleepers[name].wait()
 

@@ -1,4 +1,4 @@
-"""Claims on a node that grants more memory than its GPUs have."""
+"""Test claims on a node that grants more memory than its GPUs have."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_claim_that_never_fits_into_the_host_is_booked_as_without_overbooking(
 
 
 def test_all_shares_of_a_claim_fit_together() -> None:
-    """A container that names a claim without a request has all of its shares."""
+    """A container that names a claim without a request gets all shares of the claim."""
 
     async def scene(world: ClaimsWorld) -> None:
         two = [share(f"{name}/0", memory=10 * GIB, compute=10) for name in "ab"]
@@ -303,7 +303,7 @@ def test_after_a_restart_the_running_containers_come_first() -> None:
 def test_a_claim_whose_change_cannot_be_written_is_booked_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the meantime the node has been given less host memory."""
+    """The node's host memory is reduced before the change."""
 
     async def scene(world: ClaimsWorld) -> None:
         world.claim(part("a", 10))

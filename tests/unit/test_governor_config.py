@@ -205,7 +205,7 @@ def test_invalid_quantities_are_refused(value: str) -> None:
         parse_quantity(value, "memory_reserve")
 
 
-def test_a_gpu_has_its_own_strategy_by_index_or_uuid() -> None:
+def test_the_strategy_of_a_gpu_is_set_by_index_or_uuid() -> None:
     uuid = "GPU-6d0b7ab0-2f4f-4d5e-9b3a-0c2d9d2a7f10"
     text = f"strategies: [mps, timeslice]\ngpus: {{1: {{strategy: timeslice}}, {uuid}: {{strategy: timeslice}}}}\ndefaults: {{memory: 1Gi}}\n"
     config = parse_config(text)
@@ -231,7 +231,7 @@ def test_a_gpu_has_its_own_strategy_by_index_or_uuid() -> None:
         ("mps_quantum_ms: .nan", "mps_quantum_ms"),
     ],
 )
-def test_a_wrong_strategy_is_an_error_that_names_it(text: str, named: str) -> None:
+def test_an_error_names_the_invalid_strategy(text: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text)
     assert named in line(caught.value)
@@ -336,7 +336,7 @@ def test_aliases_of_aliases_take_neither_time_nor_memory() -> None:
         parse_config(f"a0: &a0 [x]\n{levels}placement: *a40\n")
 
 
-def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_special_or_oversized_file_is_refused_at_once(tmp_path: Path) -> None:
     fifo = tmp_path / "config.yaml"
     os.mkfifo(fifo)
     large = tmp_path / "large.yaml"
@@ -435,7 +435,7 @@ def test_the_options_for_overbooked_memory_are_parsed() -> None:
         ("memory: {hosts: 1Gi}", "memory.hosts is not an option"),
     ],
 )
-def test_an_invalid_grant_of_memory_is_refused(text: str, says: str) -> None:
+def test_an_invalid_option_for_overbooked_memory_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text)
     assert says in caught.value.message

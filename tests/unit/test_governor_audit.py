@@ -631,7 +631,7 @@ def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_container_that_cannot_be_thawed_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens if the drop-in that allows freezing is removed after a governor was killed."""
+    """The drop-in that allows freezing is removed with the policy after a governor was killed."""
     group = tmp_path / "cgroup/pod/one"
     group.mkdir(parents=True)
     (group / "cgroup.freeze").write_text("1")

@@ -281,7 +281,7 @@ def test_a_process_in_a_nested_namespace_belongs_to_the_container() -> None:
         assert membership.has_namespaces(cgroups.pid_namespaces(innermost))
         assert not membership.has_namespaces(cgroups.pid_namespaces(outside.pid))
         assert not cgroups.find_membership(innermost).has_namespaces(cgroups.pid_namespaces(first))
-        assert cgroups.find_membership(outside.pid).namespace is None  # in the namespace of the test
+        assert cgroups.find_membership(outside.pid).namespace is None  # in the test's namespace
 
 
 def test_a_joined_namespace_does_not_identify_a_container() -> None:

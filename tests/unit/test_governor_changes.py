@@ -1,4 +1,4 @@
-"""Test changes of quotas that wait for room on the GPU, and what other requests do meanwhile."""
+"""Test changes of quotas that wait for room on the GPU while other requests and failures occur."""
 
 from __future__ import annotations
 

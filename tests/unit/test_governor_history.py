@@ -1,4 +1,4 @@
-"""Test the history of the page: the values of a step, what is dropped, and the bound of its memory."""
+"""Test the web page's history: the values of a step, what is dropped, and the memory bound."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_step_has_the_use_since_the_previous_reading() -> None:
     }  # fmt: skip
 
 
-def test_no_more_is_parked_than_is_in_use() -> None:
+def test_parked_memory_is_at_most_the_memory_in_use() -> None:
     history = History(0)
     steps(history, replace(ALONE, parked=2 * GIB))
     assert (only(history.cut(-1))["memory"], only(history.cut(-1))["parked"]) == ([GIB], [GIB])
@@ -66,8 +66,7 @@ def test_use_beyond_the_guarantee_is_lent() -> None:
     assert only(history.cut(-1))["used"] == [100.0]
     assert only(history.cut(-1))["lent"] == [60.0]
     strict = History(0)
-    # A container that may not exceed its guarantee is not lent time: it only makes up for what it
-    # was owed.
+    # A container that may not exceed its guarantee is not lent time: it only gets what it is owed.
     steps(strict, replace(ALONE, limit=40, charged_ns=5 * SECOND // 2))
     assert only(strict.cut(-1))["used"] == [50.0]
     assert only(strict.cut(-1))["lent"] == [0.0]
@@ -140,7 +139,7 @@ def test_a_container_that_ran_between_two_readings_is_recorded() -> None:
     assert (series["used"], series["ended"]) == ([20.0], True)
 
 
-def test_a_reused_name_is_another_container() -> None:
+def test_a_container_that_reuses_a_name_has_a_new_series() -> None:
     history = History(0)
     for i, who in enumerate(("first", "second"), 1):
         history.record(i * STEP_NS, [(who, ALONE)])

@@ -69,7 +69,7 @@ def test_the_schema_of_the_outputs_is_valid() -> None:
 def node(
     tmp_path_factory: pytest.TempPathFactory, gpus: tuple[Path, Path], build_dir: Path
 ) -> Iterator[GovernorNode]:
-    """A node that runs a pod's container and one without a pod."""
+    """A node that runs a container of a pod and a container without one."""
     with GovernorNode(tmp_path_factory.mktemp("n"), gpus, build_dir) as made:
         made.container("a" * 64, identity=POD)
         made.container(
@@ -220,7 +220,7 @@ def test_control_characters_do_not_reach_a_terminal(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_shows_a_name_as_far_as_it_can(
+def test_characters_that_the_encoding_lacks_are_escaped(
     governor: GovernorThread, pidfd: int, encoding: str
 ) -> None:
     """A container's name must not break the table for the other containers."""
@@ -247,7 +247,7 @@ def test_a_terminal_shows_a_name_as_far_as_it_can(
 
 
 def test_a_character_of_two_columns_wraps_no_line() -> None:
-    """The output has as many lines as the screen, and the last ones are the violations."""
+    """`top` fills the screen and shows violations in the last lines, so no line may wrap."""
     wide = {"key": "k", **row("\u5b57" * 3, "\u5b57" * MAX_NAME, "e\u0301\uff21\U0001f4a9")}
     wide["violations"] = [
         {"kind": "memory", "gpu": "GPU-0", "found": 1, "allowed": 1, "pid": 1, "began": 0, "ended": None}
@@ -302,8 +302,8 @@ def row(identifier: str, name: str, pod: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("containers", "heads"),
     [
-        # Containers are listed by name, by pod if two have the same name, and by id if one has
-        # neither.
+        # Containers are distinguished by name, by pod if two have the same name, and by id if one
+        # has neither.
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "side", "")], "NAME GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "main", "ml/y")], "POD GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "", "")], "CONTAINER GPU"),
@@ -338,7 +338,7 @@ def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named() -> None:
         **lost,
         "id": "b" * 64,
         "name": "other",
-    }  # of the same claim, so its processes are the same
+    }  # uses the same claim, so it has the same processes
     assert table([lost])[1].endswith("  uses GPU 1, 3 (not its own)")
     assert trouble_lines([lost, other]) == [
         "not its own: lo?st: 514 MiB held outside its quota, GPU 1, process 4711",
@@ -397,9 +397,7 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
 
 
 def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
-    """A user must not be able to choose a name such that a quota meant for another container goes to
-    theirs.
-    """
+    """A user must not be able to choose a name that attracts a quota meant for another container."""
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
     with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
         find("abc", known)
@@ -465,7 +463,7 @@ def test_kubernetes_and_nerdctl_pass_the_name_themselves() -> None:
     assert len(find_name("one", "", {"pod": "x" * 1000}).pod) == MAX_NAME
 
 
-def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -> None:
+def test_files_with_unexpected_contents_yield_no_name(tmp_path: Path) -> None:
     assert find_name(ID, docker(tmp_path / "a", ID="another"), {}).name == ""
     for name in (7, None, {}, ""):
         assert find_name(ID, docker(tmp_path / "b", Name=name), {}).name == ""
@@ -473,7 +471,7 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
     for text in ("", "{", "[]", "[" * 100_000, '{"mounts": 1}', '{"mounts": [1, {}]}', '"\\ud800"'):
         Path(bundle, "config.json").write_text(text)
         assert find_name(ID, bundle, {}) == Name("docker")
-    # A user's own file is in place of Docker's.
+    # A user's file takes the place of Docker's.
     mine = tmp_path / "mine"
     put(mine / "config.v2.json", {"ID": ID, "Name": "/root"})
     mounts = [{"destination": "/etc/hosts", "source": str(mine / "hosts")}]
@@ -580,7 +578,7 @@ def test_inspect_shows_lent_time_in_the_unit_of_used_time(node: GovernorNode) ->
 
 
 def test_parked_memory_is_not_on_the_gpu() -> None:
-    """It counts against the quota of its container."""
+    """Parked memory still counts against the quota of its container."""
     parked = {"key": "a", **row("a", "model", ""), "parking": PARKING}
     other = {"key": "b", **row("b", "other", ""), "parking": None}
     gpu = {
@@ -646,14 +644,14 @@ def test_top_refuses_an_invalid_interval_or_count(
 
 
 def hear_all() -> None:
-    """Restore the default action of signals, whatever the test runner ignores or blocks."""
+    """Restore the default actions of signals that the test runner may ignore or block."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class Terminal:
-    """`tidegate top` in a terminal of its own."""
+    """`tidegate top` in a separate pseudo-terminal."""
 
     def __init__(self, node: GovernorNode, *arguments: str, kind: str = "xterm") -> None:
         self.master, slave = pty.openpty()

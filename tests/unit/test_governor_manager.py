@@ -1,4 +1,4 @@
-"""Test the governor's notifications to the service manager, received at a socket of the test."""
+"""Test the governor's notifications to the service manager, whose socket the test provides."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_stuck_event_loop_sends_no_keep_alive_message(manager: socket.socket) 
         task = asyncio.ensure_future(feed_watchdog(0.1))
         await asyncio.sleep(0.3)
         assert signs(manager) >= 2
-        time.sleep(0.2)  # noqa: ASYNC251 the point
+        time.sleep(0.2)  # noqa: ASYNC251 - blocks the event loop
         assert signs(manager) == 0
         task.cancel()
 

@@ -162,7 +162,7 @@ def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
     play(scene)
 
 
-def test_the_metrics_of_parked_memory_are_the_numbers_of_ps(
+def test_the_metrics_of_parked_memory_equal_the_numbers_of_ps(
     play: Callable[[Scene], None],
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -303,7 +303,7 @@ def test_gpu_time_includes_the_current_grant() -> None:
     assert gpu_time(stats, 100) == GpuTime(49, 5, 0, 4, 3, 1)
     stats.open = 1
     assert gpu_time(stats, 100) == GpuTime(49, 45, 0, 4, 3, 1)
-    assert gpu_time(stats, 50) == GpuTime(9, 5, 0, 4, 3, 1)  # it begins when the GPU is free
+    assert gpu_time(stats, 50) == GpuTime(9, 5, 0, 4, 3, 1)  # the grant begins when the GPU is free
 
 
 @given(
@@ -346,8 +346,8 @@ def test_lent_time_is_counted_for_each_second() -> None:
     for now, charged in ((0, 0), (0.5, 0.5), (1.0, 0.6), (1.9, 1.4), (3.0, 1.5), (4.0, 1.5)):
         stats = Stats(charged_ns=int(charged * S), lent_ns=7 * S)
         lent.append(counters.time(0, stats, 9 * S + int(now * S), QUOTA).lent_ns / S)
-    # The container uses 60 % in the first second, then 45 % over two seconds, although it used 80 %
-    # in the first of these, and then nothing.
+    # The container uses 60 % in the first second. Then it uses 45 % over two seconds, although 80 %
+    # in the first of these. Then it uses nothing.
     assert lent == pytest.approx([0, 0, 0.2, 0.2, 0.3, 0.3])
     strict = Counters(1)
     for now in range(3):
@@ -460,7 +460,7 @@ def test_a_tally_keeps_the_times_of_ended_containers() -> None:
     assert tally.gpu_times([Ended().gpu_times()]) == {UUID: GpuTime(held_ns=30, grants=3)}
 
 
-def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
+def test_a_scrape_may_request_openmetrics_and_gzip(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld) -> None:
         await world.admit("one")
         accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
@@ -488,7 +488,7 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (
             b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n",
             b"400",
-        ),  # two lines, to a proxy
+        ),  # a proxy may read this as two lines
         (b"\xff\x00 \xfe \xfd\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 120 + b"\r\n", b"400"),
         (
@@ -571,7 +571,7 @@ def test_the_number_of_connections_is_limited(
         before = descriptors()
         opened = [await asyncio.open_unix_connection(str(world.path)) for _ in range(200)]
         try:
-            async with asyncio.timeout(50):  # they would time out after two minutes
+            async with asyncio.timeout(50):  # the connections would time out after two minutes
                 while descriptors() > before + 200 + 2 * MAX_CONNECTIONS:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
         finally:
@@ -635,7 +635,7 @@ def test_the_socket_is_for_root_and_its_group(tmp_path: Path) -> None:
 
 
 def test_a_client_that_sends_too_much_over_tcp_gets_the_answer() -> None:
-    """The rest is read; a reset would discard the answer."""
+    """The rest of the request is read, because a reset would discard the answer."""
 
     async def scene() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -731,7 +731,7 @@ def test_a_port_that_the_sandbox_forbids_is_reported_with_the_remedy(
         ("'[::1]:65535'", "[::1]:65535"),
     ],
 )
-def test_accepted_addresses_of_metrics(listen: str, means: str) -> None:
+def test_valid_addresses_of_metrics_are_accepted(listen: str, means: str) -> None:
     assert parse_config(f"metrics: {{listen: {listen}}}").metrics.listen == means
     assert parse_config("{}").metrics.listen == "off"
 
@@ -744,7 +744,7 @@ def test_accepted_addresses_of_metrics(listen: str, means: str) -> None:
         '"127.0.0.1:80\\n"', "9464",
     ],
 )  # fmt: skip
-def test_refused_addresses_of_metrics(listen: str) -> None:
+def test_invalid_addresses_of_metrics_are_refused(listen: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(f"metrics: {{listen: {listen}}}", "config.yaml")
     assert "metrics.listen" in str(refused.value)
@@ -755,7 +755,7 @@ def test_the_reference_page_lists_the_served_metrics() -> None:
     assert metrics_reference.PAGE.read_text() == metrics_reference.page()
 
 
-def test_names_follow_the_conventions() -> None:
+def test_names_of_metrics_follow_the_conventions() -> None:
     for metric in METRICS:
         assert metric.name.startswith("tidegate_")
         assert not metric.name.endswith("_total")
@@ -781,7 +781,7 @@ def test_names_follow_the_conventions() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-def test_the_bound_of_half_of_the_waits_and_of_nearly_all() -> None:
+def test_a_bound_covers_the_given_fraction_of_waits() -> None:
     none = [0] * N_WAITS
     assert wait_bound_ms(none, 0.5) is None
     waits = [50, 48, *none[2:-1], 2]

@@ -1,7 +1,7 @@
 """Test how the governor runs NVIDIA's MPS daemon: parsing of its logs, permission to command it, and its end.
 
-The lines are those of driver 550's programs. Where the driver packages of test_vdriver_debian.py
-have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client connects.
+The log lines are those of driver 550's programs. Where the driver packages of
+test_vdriver_debian.py have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client connects.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def test_events_are_read_from_lines_of_the_logs(line: str, event: tuple[str, int
     "line",
     [
         "", "[", CONTROL, CONTROL + "Accepting connection...", CONTROL + "NEW UI", CONTROL + "UI closed",
-        # A client chooses the text of a command, which may have line breaks.
+        # A client chooses the text of a command, which may contain line breaks.
         "Client process 4711 encountered a fatal GPU error.",
         CONTROL + 'Unknown command "Client process 1 encountered a fatal GPU error."',
         "\x00\xff", "x" * 100_000,
     ],
 )  # fmt: skip
-def test_other_lines_have_no_event(line: str) -> None:
+def test_other_lines_yield_no_event(line: str) -> None:
     assert read_line(line) is None
 
 
@@ -205,8 +205,8 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
             made.link(container)
             place = container / DIRECTORY
             assert [path.name for path in place.iterdir()] == ["control"]
-            # On the clients' socket, root has no special rights. Containers reach the daemon
-            # through it.
+            # Containers reach the daemon through the clients' socket, on which root has no special
+            # rights.
             command(place / "control", "quit")
             await until(lambda: made.counts.commands == 1)
             assert made.state == "running"

@@ -45,7 +45,7 @@ def test_a_mistyped_option_is_reported_in_one_line(
     assert capsys.readouterr().err == f"{line}\n"
 
 
-def test_an_unknown_verb_is_one_line_with_the_known_ones(
+def test_an_unknown_verb_is_reported_in_one_line_with_the_known_verbs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

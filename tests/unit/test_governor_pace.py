@@ -172,7 +172,7 @@ def test_served_connections_end_with_the_listener(play: Play) -> None:
 
 
 def test_a_connection_whose_task_has_not_begun_ends_with_the_listener(play: Play) -> None:
-    """A task that is cancelled before its first step runs no `finally` of its coroutine."""
+    """If a task is cancelled before its first step, no `finally` of its coroutine runs."""
 
     async def scene(path: Path) -> None:
         accepted = []
@@ -212,9 +212,7 @@ def test_without_descriptors_the_listener_pauses_and_continues(
         made = Listener(path, RateLimiter(0.01, 10), serve)
 
         class Short:
-            """The listener's socket, for which the table of descriptors is full in the first two
-            calls.
-            """
+            """The listener's socket; in its first two calls, the table of descriptors is full."""
 
             left = 2
 

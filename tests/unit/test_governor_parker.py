@@ -1,4 +1,4 @@
-"""When containers are told to park their memory, and how the governor reacts to what they do."""
+"""Test when containers are told to park their memory, and the reactions to what they report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlayedArenas:
 
 
 class PlayedParking:
-    """A container with one process, which follows orders if `obeys`."""
+    """A container with one process, which follows orders while `obeys` is true."""
 
     def __init__(self, memory: int) -> None:
         self.told = ParkingReport(n_processes=1, n_parked=1, n_going=1, movable=memory)
@@ -96,7 +96,7 @@ def container(key: str, memory: int, *, parks: bool = True, devices: Any = (GPU,
 
 
 class Played:
-    """A node, on a clock that the test moves."""
+    """A node, on a clock that the test advances."""
 
     def __init__(self, *containers: Any) -> None:
         self.containers = {one.key: one for one in containers}
@@ -137,7 +137,7 @@ def test_a_container_comes_when_it_waits_and_leaves_when_another_one_waits() -> 
     node.step()
     node.step()
     assert where(a, b) == ["parked", "resident"]
-    # That it began with its memory parked does not count.
+    # The initial state, in which memory counts as parked, is not a move.
     assert (a.times_parked, b.times_parked) == (1, 0)
 
 
@@ -244,7 +244,7 @@ def test_a_container_that_never_reports_its_arrival_leaves_like_any_other() -> N
     assert not a.parking.is_ordered
 
 
-def test_a_restarted_governor_continues() -> None:
+def test_a_restarted_governor_finds_where_memory_is() -> None:
     a, b = container("a", 30), container("b", 30)
     a.parking.order(resident=True)
     node = Played(a, b)
@@ -255,7 +255,7 @@ def test_a_restarted_governor_continues() -> None:
 def test_a_restarted_governor_decides_nothing_before_it_has_sampled_the_gpu() -> None:
     a, b = container("a", 30), container("b", 30)
     a.account.seen = b.account.seen = lambda _: (0, 0)
-    # Container a was leaving when the last governor ended, and holds all of its memory.
+    # Container a was leaving when the previous governor ended, and holds all of its memory.
     a.parking.told = replace(a.parking.told, n_parked=0, n_going=0)
     node = Played(a, b)
     node.wants(b)
@@ -277,7 +277,7 @@ def test_without_containers_that_may_be_parked_nothing_is_done() -> None:
     assert not Played().step()
 
 
-def test_host_memory_is_made_ready_where_memory_is_short() -> None:
+def test_host_memory_is_made_ready_where_gpu_memory_is_short() -> None:
     async def run() -> None:
         a, b = container("a", 30), container("b", 30)
         a.parking.lacks = {0: 20 * GIB}
@@ -320,7 +320,7 @@ def test_host_memory_of_a_container_that_has_to_leave_is_made_ready_first() -> N
     assert asyncio.run(run(None)) == [False, False, False, True, True, True]
     with capture_logs():
         found = asyncio.run(run("none is left"))
-    # If there is none for it, it keeps no other from being prepared.
+    # If there is no host memory for the container that leaves, the others are prepared anyway.
     assert found == [False, True, True, False, True, True]
 
 
@@ -389,7 +389,7 @@ def test_no_start_waits_if_no_container_can_be_parked() -> None:
     asyncio.run(run())
 
 
-def test_the_reserve_in_force_counts() -> None:
+def test_a_changed_reserve_takes_effect() -> None:
     a, b = container("a", 20), container("b", 20)
     node = Played(a, b)
     node.reserve = 2 * GIB
@@ -470,7 +470,7 @@ def test_no_report_makes_the_node_give_more_host_memory_than_the_quota(pair) -> 
     assert parking.lacking(quota) == {}
 
 
-def test_an_order_is_a_word_of_the_grant_page(pair) -> None:
+def test_an_order_is_written_to_the_grant_page(pair) -> None:
     parking, _ = pair
     assert not parking.is_ordered
     parking.order(resident=True)

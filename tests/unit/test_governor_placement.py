@@ -38,7 +38,10 @@ def ask(**annotations: object) -> Request:
 
 
 def two_sockets() -> Topology:
-    """Eight GPUs without NVLink: two sockets, two host bridges on each, and a switch with two GPUs on each of these."""
+    """Return the topology of eight GPUs without NVLink.
+
+    There are two sockets with two host bridges each; each bridge has a switch with two GPUs.
+    """
     names = uuids(8)
     routes = {
         frozenset((names[a], names[b])): Route(
@@ -50,7 +53,7 @@ def two_sockets() -> Topology:
 
 
 def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) -> Topology:
-    """GPUs that differ only in their NVLinks."""
+    """Return a topology of GPUs that differ only in their NVLinks."""
     names = uuids(n)
     return Topology(
         {},
@@ -94,7 +97,7 @@ def test_one_gpu_is_taken_from_a_group_that_is_already_in_use() -> None:
     node = PlacementNode(8, two_sockets())
     assert node.start(compute=60) == [0]
     assert node.start(compute=60) == [1]  # GPU 0 has no room
-    assert node.start(compute=40) == [0]  # before a GPU that is empty
+    assert node.start(compute=40) == [0]  # preferred to an empty GPU
     assert node.start(compute=60) == [2]  # this socket is already in use, and the other is not
     assert node.start(compute=60, count=4) == [4, 5, 6, 7]
 
@@ -160,7 +163,7 @@ def test_named_gpus_are_never_moved() -> None:
         node.start(compute=50, devices="2,3")
 
 
-def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> None:
+def test_a_lost_gpu_is_not_granted_and_its_neighbour_is_not_kept_free() -> None:
     node = PlacementNode(4, linked(4, {(0, 1): 4, (2, 3): 4}))
     node.allocations.set_lost(uuids(4)[1], "GPU is lost")
     assert node.start(compute=100) == [0]
@@ -209,7 +212,7 @@ def test_more_gpus_than_a_container_may_have_are_refused() -> None:
         PlacementNode(20, Topology()).start(devices=",".join(map(str, range(17))))
 
 
-def test_a_node_of_many_gpus_is_served_as_well() -> None:
+def test_near_gpus_are_chosen_where_not_all_sets_are_compared() -> None:
     n = EXACT * 2
     names = uuids(n)
     routes = {
@@ -377,9 +380,9 @@ def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
 
 
 def worth(chosen: tuple[int, ...], found: list[GpuState], topology: Topology) -> tuple[object, ...]:
-    """Return the criteria for a set in their order; smaller is better.
+    """Return the criteria for a set in order of precedence; smaller is better.
 
-    Based on the manual, not on the code.
+    They follow the manual, not the code.
     """
     names = uuids(len(found))
     inside = sorted((way(topology, names[a], names[b]) for a, b in combinations(chosen, 2)))[::-1]
@@ -474,7 +477,7 @@ STEPS = st.lists(
 @settings(deadline=None, max_examples=examples(150))
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), topologies(n))), STEPS,
        st.sampled_from(["pack", "spread", "topology"]))  # fmt: skip
-def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
+def test_no_sequence_grants_more_than_a_gpu_has_and_a_refusal_changes_nothing(
     world: tuple[int, Topology], steps: list[tuple[str, object]], policy: str
 ) -> None:
     n, topology = world

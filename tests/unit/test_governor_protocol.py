@@ -390,7 +390,7 @@ def test_reserved_gpus_are_kept_for_one_container(governor: GovernorThread, pidf
 def test_of_two_containers_that_race_for_a_reservation_one_gets_it(
     governor: GovernorThread, pidfd: int
 ) -> None:
-    """Both have the reservation's token, like two containers of a copied bundle.
+    """Both containers have the reservation's token, as after a bundle was copied.
 
     The loser gets the GPU that has the most room at that time.
     """
@@ -447,7 +447,7 @@ def test_a_guessed_reservation_is_invalid(governor: GovernorThread, pidfd: int) 
         assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
 
 
-def test_a_reservation_that_is_replaced_is_gone(governor: GovernorThread, pidfd: int) -> None:
+def test_a_reservation_that_was_replaced_is_invalid(governor: GovernorThread, pidfd: int) -> None:
     with GovernorClient(governor) as client:
         first = client.ask(RESERVE)["reservation"]
         second = client.ask({**RESERVE, "replaces": first})["reservation"]
@@ -551,7 +551,7 @@ def test_a_refusal_leaves_nothing(
     with GovernorClient(governor) as client:
         assert client.error({**ADMIT, "annotations": annotations}, pidfd)[0] == code
         assert governor.directories() == []
-        assert client.ask(ADMIT, pidfd)["ok"]  # the same connection may try again
+        assert client.ask(ADMIT, pidfd)["ok"]  # on the same connection
 
 
 def test_a_refusal_by_a_full_gpu_leaves_nothing(governor: GovernorThread, pidfd: int) -> None:
@@ -763,7 +763,7 @@ def test_a_quota_below_the_memory_in_use_is_refused(governor: GovernorThread, pi
         assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
 
 
-def test_an_unknown_container_has_no_quota(governor: GovernorThread) -> None:
+def test_the_quota_of_an_unknown_container_cannot_be_changed(governor: GovernorThread) -> None:
     with GovernorClient(governor) as client:
         code, message = client.error({"v": 1, "op": "set", "id": "nobody", "compute": 1})
         assert (code, message) == ("refused", "no container 'nobody' shares a GPU on this node")
@@ -775,7 +775,7 @@ def test_the_command_names_a_container_by_a_prefix_of_its_id(
     def tidegate(*arguments: str) -> tuple[int, str]:
         status = cli.main(["set", *arguments, "--runtime-dir", str(governor.directory)])
         told = capsys.readouterr()
-        # The governor in this process logs to the same place.
+        # The governor in this process logs to the same stream.
         return status, (told.err or told.out).splitlines()[-1]
 
     with GovernorClient(governor) as client, GovernorClient(governor) as other:

@@ -397,7 +397,9 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
 
 
 def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
-    """A user must not be able to choose a name that attracts a quota meant for another container."""
+    """A user must not be able to choose a name such that a quota meant for another container goes
+    to the user's container.
+    """
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
     with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
         find("abc", known)

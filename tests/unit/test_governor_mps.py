@@ -1,7 +1,8 @@
 """Test how the governor runs NVIDIA's MPS daemon: parsing of its logs, permission to command it, and its end.
 
 The log lines are those of driver 550's programs. Where the driver packages of
-test_vdriver_debian.py have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client connects.
+test_vdriver_debian.py have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a
+client connects.
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ def test_a_charge_before_the_allocation_hides_no_debt() -> None:
     assert debt.update(6 * SECOND, 700, made, made) == 500
 
 
-def test_a_block_that_is_freed_and_not_given_back_yet_hides_no_debt() -> None:
+def test_a_block_that_is_freed_but_still_charged_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=500)
     assert debt.update(1, 1000, still, still) == 500
@@ -428,7 +428,7 @@ def test_a_context_sampled_during_its_creation_counts_once() -> None:
     for seen in (0, 300, 500):
         assert making.used(debt.update(SECOND, seen, making, making, 500), SECOND) == 500
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made since
+    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made during sampling
     # The next sample is taken while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)
@@ -447,7 +447,7 @@ def test_memory_taken_by_the_driver_is_debt_although_the_ledger_changes() -> Non
 class BusyProcess:
     """A process with many concurrent calls, run step by step.
 
-    `there` is the memory that it has in the driver.
+    `there` is the memory that the driver holds for it.
     """
 
     OVERHEAD = 40
@@ -542,7 +542,7 @@ class BusyProcess:
             self.asking = self.grow(size)
             self.steps.append(self.asking)
         elif kind == 3:
-            self.pool_change(-(self.pool // 2))()  # the driver trims it without notice
+            self.pool_change(-(self.pool // 2))()  # the driver trims the pool without notice
         elif kind == 4 and not any(self.asking):
             self.asking = self.refresh()
             self.steps.append(self.asking)
@@ -630,7 +630,7 @@ def test_a_process_that_nvml_does_not_list_has_no_debt(play: Play) -> None:
 def test_a_process_that_is_checkpointed_keeps_what_the_driver_had_taken(
     play: Play, *, is_suspended: bool
 ) -> None:
-    """The memory comes back with the process, which its own container may have checkpointed."""
+    """The memory returns with the process; a container may also checkpoint its own processes."""
 
     async def scene(world: World) -> None:
         container = await world.admit()
@@ -734,7 +734,7 @@ def test_if_nvml_fails_the_last_sample_stays_and_the_ledger_counts(play: Play) -
     play(scene)
 
 
-def test_an_unshared_gpu_is_checked_now_and_then(
+def test_an_unshared_gpu_is_checked_at_intervals(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(governor.reconcile, "ALONE_NS", 300_000_000)
@@ -912,7 +912,7 @@ def test_a_process_that_ended_during_a_sample_leaves_no_debt(play: Play) -> None
         child.kill()
         await until(lambda: not container.pids())
         again, slot = await world.join(container)
-        assert slot == 0  # in the place of the process that was killed
+        assert slot == 0  # the slot of the process that was killed
         container.account.reconcile(
             0, before, GpuSample(time.monotonic_ns(), {child.pid: 5000, again.pid: 70})
         )
@@ -1007,7 +1007,7 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
         assert listed == {numbers_of(same)[1]: 5, numbers_of(deeper)[1]: 6}
         # PID 1 is the container's first process, and also the deeper one in its own namespace.
         assert 1 not in listed
-        assert namespace_pid(same, os.getpid()) == same  # the governor sees it by its own number
+        assert namespace_pid(same, os.getpid()) == same  # in the governor's namespace
         assert namespace_pid(deeper, 2**22) == 1  # the first process is gone
         assert namespace_pid(2**22, first) == 2**22  # the process itself is gone
 
@@ -1017,7 +1017,7 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
 # Time
 
 
-def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> None:
+def test_a_container_is_measured_by_its_reports_up_to_its_held_time() -> None:
     meter: Meter[str] = Meter()
     quarter = S // 4
     for i in range(9):
@@ -1182,9 +1182,9 @@ def test_a_new_container_gets_the_unattributed_memory_at_once(play: Play) -> Non
 def test_unattributed_memory_per_process_is_the_least_increase(
     looks: list[tuple[int, int]],
 ) -> None:
-    """Whatever other memory appears, this is at most what one process causes.
+    """The estimate is at most what one process causes, whatever other memory appears.
 
-    A sample of a single process bounds it.
+    Two samples, one without processes and one with a single process, bound it.
     """
     unattributed = Unattributed()
     for n, hidden in looks:

@@ -365,7 +365,8 @@ def test_membership_does_not_change_when_the_first_process_moves(
         again = world.one()
         assert again.members[0].membership == own
         assert world.state.containers[again.key].membership == own
-        # One was started by `exec`, one by the runtime's parent, and one is of another container.
+        # `executed` is in the container's group, as after the engine's exec; `outer` is outside of
+        # it; `other` is in another container's group.
         executed, outer, other = (world.child(again) for _ in range(3))
         groups("", executed.pid)
         groups("../docker-two.scope", other.pid)
@@ -399,7 +400,7 @@ def test_a_container_without_its_own_control_group_is_logged(
     play(scene)
 
 
-def test_foreign_processes_do_not_keep_own_processes_out(
+def test_foreign_processes_do_not_keep_the_containers_own_processes_out(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:
     async def scene(world: RecoveryWorld) -> None:
@@ -429,7 +430,7 @@ def test_foreign_processes_do_not_keep_own_processes_out(
                 silent = stack.enter_context(socket.socket(socket.AF_UNIX))
                 await asyncio.to_thread(silent.connect, path)
             assert (await child.numbers("register"))[0] == 0
-            assert (await child.numbers("again"))[0] == layout.NO_SLOT  # it is registered
+            assert (await child.numbers("again"))[0] == layout.NO_SLOT  # it is already registered
 
     play(scene)
 
@@ -482,8 +483,8 @@ def test_the_pages_quota_takes_precedence(play: Play) -> None:
         assert world.state.containers[container.key].quota == quota
         await world.restart()
         assert world.one().quota == quota
-        # This is the state after a kill between the writes of the file and the page. No answer was
-        # sent, so the page's quota is just as valid.
+        # This is the state after a kill between the writes of the database and the page. No answer
+        # was sent, so the page's quota is just as valid.
         world.state.put(replace(world.one().row, quota=Quota(6 * GIB, 1, 1)))
         await world.restart()
         assert world.one().quota == quota
@@ -663,7 +664,7 @@ def test_a_container_whose_socket_cannot_be_made_still_ends(
 def test_a_directory_stays_if_processes_cannot_be_examined(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process may have it mounted."""
+    """A process may have the directory mounted."""
 
     def refuse(_: str) -> str:
         raise PermissionError
@@ -805,7 +806,7 @@ def test_a_governor_survives_any_mapping_of_a_container(play: Play) -> None:
         assert charged(world.one())[0] == 100
         await world.stop()
         with faker("short"), faker("unsealed"):
-            child.kill()  # no process has it open any more
+            child.kill()  # no process has the ledger open any more
             await world.start()
         assert os.fstat(world.one().ledger_fd).st_ino != inode
         assert (await world.child(world.one()).numbers("register"))[0] == 0
@@ -853,7 +854,9 @@ def test_a_name_with_brackets_does_not_affect_the_start_time() -> None:
         process.communicate()
 
 
-def test_too_many_open_files_is_not_an_ended_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_is_not_taken_for_an_ended_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(_: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -1,4 +1,4 @@
-"""Which containers' memory is on a GPU: the decisions, on a virtual clock."""
+"""Test the decisions about which containers' memory is on a GPU, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_quota_that_never_fits_beside_the_others_counts_as_far_as_it_fits() ->
     comes = replace(large, place=Whereabouts.RESIDENT, keeps=GIB, holds=70 * GIB, waits_ns=None)
     assert excess(79 * GIB, [comes, *others]) == 0
     assert decide(79 * GIB, [comes, *others], NOW) == Orders()
-    # Not if what it has allocated does not fit.
+    # It does not come if the memory that it has allocated does not fit.
     assert decide(79 * GIB, [replace(large, holds=77 * GIB), *others], NOW).come == ()
 
 

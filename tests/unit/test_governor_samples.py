@@ -1,4 +1,4 @@
-"""Test what a sample proves if it begins during calls of a process: never more than what is in use.
+"""Test what a sample proves if it begins during calls of a process: never more than is in use.
 
 The process does everything that changes its ledger, one store at a time and in the order of
 libcontrol/account.c, and continues between any two numbers that the governor reads.
@@ -50,7 +50,7 @@ class Guest(BusyProcess):
         self.contexts: list[int] = []
         self.n_contexts = 0
         self.reconciled = 0
-        self.reporting: list[Step] = []  # one at a time, under a lock
+        self.reporting: list[Step] = []  # the call that reports; one at a time, under a lock
 
     def now(self) -> int:
         self.clock += 1
@@ -152,7 +152,7 @@ class Guest(BusyProcess):
 
 
 def read_amid(guest: Guest, go_on: Callable[[str], None]) -> Charge:
-    """Read the ledger; `go_on` is called with the name of each field before that is read."""
+    """Read the ledger; `go_on` is called with the name of each field before the field is read."""
 
     def read_fields(page: mmap, base: int) -> list[int]:
         values = []
@@ -185,7 +185,7 @@ def sample(guest: Guest, debt: Debt, *continuing: Callable[[str], None]) -> None
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]), st.integers(1, 8))
-def test_no_sample_proves_more_than_what_is_in_use(seed: int, often: float, n: int) -> None:
+def test_no_sample_proves_more_than_is_in_use(seed: int, often: float, n: int) -> None:
     """Memory that the samples prove to be in use makes the library refuse allocations, so it must
     really be in use, however the samples raced.
     """
@@ -246,7 +246,7 @@ def behind(field: str, steps: Sequence[Step], *, time: int = 1) -> Callable[[str
 
 
 @pytest.mark.parametrize("stores", range(1, 4))
-def test_a_managed_block_that_is_half_charged_during_a_sample_is_not_the_drivers(
+def test_a_managed_block_that_is_half_charged_during_a_sample_is_no_debt(
     stores: int,
 ) -> None:
     """A thread may be stopped between two stores for as long as a sample takes."""
@@ -258,7 +258,7 @@ def test_a_managed_block_that_is_half_charged_during_a_sample_is_not_the_drivers
 
 
 @pytest.mark.parametrize("stores", range(1, 4))
-def test_a_managed_block_that_is_half_given_back_during_a_sample_is_not_the_drivers(
+def test_a_managed_block_that_is_half_given_back_during_a_sample_is_no_debt(
     stores: int,
 ) -> None:
     guest, debt = Guest(), Debt()
@@ -272,7 +272,7 @@ def test_a_managed_block_that_is_half_given_back_during_a_sample_is_not_the_driv
     assert debt.least == debt.bytes == 0
 
 
-def test_a_managed_block_that_is_given_back_while_the_ledger_is_read_is_not_the_drivers() -> None:
+def test_a_managed_block_that_is_given_back_while_the_ledger_is_read_is_no_debt() -> None:
     """The sum is read without the block, and the memory that NVML does not attribute is read with
     it.
     """
@@ -313,7 +313,7 @@ def test_a_context_that_is_reported_while_the_ledger_is_read_counts_once() -> No
 
 
 def test_reports_before_and_during_a_sample_count_once() -> None:
-    """The sum of the reports since the last sample is late, and some were made before this one."""
+    """The sum of the reports since the last sample is late, but some came before this sample."""
     debt = Debt()
     one = Charge(provisional=MIB, provisional_ns=9, told=MIB, took=MIB)
     two = Charge(provisional=3 * MIB, provisional_ns=11, told=3 * MIB, took=3 * MIB)
@@ -367,7 +367,9 @@ def test_a_sample_during_an_allocation_shows_the_least_that_the_driver_took() ->
 
 
 def test_a_process_that_asks_for_a_sample_has_no_new_context() -> None:
-    """Otherwise a context of less than half its expected size would never be known while samples are asked for."""
+    """Otherwise a context of less than half its expected size would stay unknown while the process
+    asks for samples.
+    """
     debt = Debt()
     new = Charge(told=500, took=500, provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.update(SECOND + 1, 100, new, new, 500) == 500

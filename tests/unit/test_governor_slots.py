@@ -31,7 +31,7 @@ def make_slots(ledger: Ledger, did: Mock, processes: dict[int, RegisteredProcess
 
 
 async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
-    """Return the effects of a registration before the slots were closed, and those after that.
+    """Return the effects of a registration until the slots were closed, and those until the end.
 
     The slots are closed `n_steps` steps of the event loop after the process sent its request.
     """
@@ -64,7 +64,7 @@ def test_no_process_is_registered_after_the_container_ended(tmp_path: Path, n_st
     assert after == before
 
 
-def test_the_request_is_answered_within_these_steps(tmp_path: Path) -> None:
+def test_a_request_is_answered_within_seven_steps(tmp_path: Path) -> None:
     before, _ = asyncio.run(close_after(tmp_path / "s", 7))
     assert "state.register" in [cast("Any", call)[0] for call in before]
 

@@ -76,7 +76,7 @@ def image(path: Path, to: Path) -> State:
 
 
 def filled(directory: Path, count: int = 12) -> Path:
-    """Make a database with containers and processes, some only in the log, as a kill leaves it."""
+    """Make a database as a kill leaves it: some rows are only in the write-ahead log."""
     state = opened(directory / "made" / NAME)
     for number in range(count):
         state.put(row(number, confirmed=number % 3 > 0))
@@ -227,7 +227,7 @@ def test_promises_survive_a_kill(tmp_path: Path) -> None:
             key = row(number).key
             assert state.containers[key] == row(number)
             assert state.processes[key] == {0: process(0, number + 1)}
-        assert len(state.containers) <= 22  # no ended container
+        assert len(state.containers) <= 22  # ended containers are not kept
         for key in list(state.containers):
             state.leave(key)
         state.close()
@@ -288,7 +288,7 @@ def test_a_file_of_an_older_version_is_migrated(
     state.close()
 
 
-def test_a_row_without_membership_is_one_of_an_older_version(
+def test_a_row_of_an_older_version_has_no_membership(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / NAME
@@ -589,7 +589,7 @@ def test_a_user_of_the_host_cannot_hold_the_lock(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_governor_that_answers_excludes_another_without_the_lock(tmp_path: Path) -> None:
+def test_a_governor_that_answers_excludes_another_even_without_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "governor.sock"
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))

@@ -1,4 +1,4 @@
-"""Suspending and resuming containers: the driver's calls in their order, and what an error leaves.
+"""Test suspending and resuming containers: the order of the driver's calls, and errors.
 
 The driver is a fake here; tests/container/test_suspension.py uses that of the simulated GPU.
 """
@@ -64,7 +64,7 @@ class PlayedDriver:
 
 @pytest.fixture
 def alive() -> Iterator[dict[int, int]]:
-    """Two processes that have not ended, as pids with pidfds; and one that has ended."""
+    """The pidfds of two running processes and of one that has ended, by pid."""
     sleeping = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     ended = subprocess.Popen(["true"])
     found = {one.pid: os.pidfd_open(one.pid) for one in (*sleeping, ended)}
@@ -267,7 +267,7 @@ def test_a_state_that_cannot_be_written_leaves_the_container_running(
     governed(directory, build_dir, story)
 
 
-def test_if_the_driver_cannot_be_loaded_the_container_runs_on(
+def test_if_the_driver_cannot_be_loaded_the_container_keeps_running(
     directory: Path, build_dir: Path
 ) -> None:
     async def story(it: SimpleNamespace) -> None:
@@ -361,7 +361,7 @@ def test_work_that_waits_for_other_work_of_the_container_gets_several_attempts(
         assert answer["processes"] == 2
         assert waits == [1000, 2000, 4000]
         assert paused == [True, False, True, False, True]
-        # The last attempt has what is left of the time.
+        # The last attempt gets what is left of the time.
         answers[:] = [said({"done": True})] + [said({"undone": True}, BUSY)] * 3
         await it.suspender.resume({"id": "one"})
         waits.clear()
@@ -406,7 +406,7 @@ def test_processes_are_not_held_while_the_calls_are_made(directory: Path, build_
     governed(directory, build_dir, story)
 
 
-def test_a_container_that_cannot_be_steered_again_runs_all_the_same(
+def test_a_container_that_cannot_be_steered_again_is_still_resumed(
     directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(it: SimpleNamespace) -> None:
@@ -443,7 +443,7 @@ def test_a_reload_during_a_resume_that_finds_nothing_keeps_holds(
 def test_a_process_of_another_container_is_not_suspended_with_this_one(
     directory: Path, build_dir: Path
 ) -> None:
-    """The process is in the pid namespace of both, as with `--pid=container:`."""
+    """The process is in the pid namespace of both containers, as with `--pid=container:`."""
 
     async def story(it: SimpleNamespace) -> None:
         other = await it.world.admit("two", compute="20")

@@ -428,7 +428,7 @@ def test_a_context_sampled_during_its_creation_counts_once() -> None:
     for seen in (0, 300, 500):
         assert making.used(debt.update(SECOND, seen, making, making, 500), SECOND) == 500
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made during sampling
+    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made in between
     # The next sample is taken while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)

@@ -40,7 +40,7 @@ def raw(layout: str, *values: int) -> str:
 
 
 def filled(node: MemoryNode, leave: int) -> str:
-    """Return a program that takes all but `leave` bytes."""
+    """Return a program that allocates the rest of the quota, except `leave` bytes."""
     return f"driver.allocate({(node.limit - node.used() - leave) // (2 * MIB) * 2 * MIB})"
 
 
@@ -294,7 +294,7 @@ def test_a_graph_that_does_not_fit_is_refused_and_unused_memory_of_graphs_is_giv
     assert node.used() <= LIMIT
 
 
-def test_a_node_that_is_added_by_the_general_function_counts_too(agent) -> None:
+def test_an_allocation_node_that_is_added_by_the_general_function_is_charged(agent) -> None:
     agent.run(GRAPHS)
     agent.run(
         """
@@ -451,8 +451,8 @@ def test_memory_that_is_bound_to_an_endpoint_stays_charged(agent, bind, end) -> 
     assert agent.run(call.format(7)) == 0
     agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
     assert agent.field("memory") == 100 * MIB
-    # The ends of other bindings change nothing: those of another endpoint, of another part of this
-    # one, and of a missing one.
+    # The end of another binding changes nothing: neither that of another endpoint, nor that of
+    # another range of this endpoint, nor that of an endpoint that does not exist.
     agent.run("driver.call('cuLogicalEndpointDestroy', 8)")
     agent.run("driver.call('cuLogicalEndpointUnbind', 7, 0, 108 * M, 100 * M)")
     assert agent.run("driver.try_call('cuLogicalEndpointDestroy', 100)") != 0
@@ -461,7 +461,7 @@ def test_memory_that_is_bound_to_an_endpoint_stays_charged(agent, bind, end) -> 
     assert agent.field("memory") == 0
 
 
-def test_one_call_unbinds_all_of_a_range_of_an_endpoint(agent) -> None:
+def test_one_call_unbinds_all_memory_in_a_range_of_an_endpoint(agent) -> None:
     agent.run(EXPORTS)
     agent.run(
         "handles = [create() for _ in range(4)]\n"
@@ -510,7 +510,8 @@ def test_a_descriptor_that_cannot_be_watched_keeps_its_memory_charged(agent, how
     agent.run("handle = create(); fd = exported(handle); release(handle)")
     charged = agent.field("memory")
     assert charged == (200 if how == "ours are closed" else 100) * MIB
-    # Memory from before is no longer known, but memory from after is.
+    # Exports from before the library's descriptors were closed are no longer tracked, but later
+    # ones are.
     if how == "ours are closed":
         agent.run("os.close(fd)")
         until_charged(agent, 100 * MIB)
@@ -544,7 +545,7 @@ def n_open():
 """
 
 
-def test_exports_of_a_program_that_has_lost_proc_take_no_descriptors(agent) -> None:
+def test_exports_of_a_program_without_proc_leak_no_descriptors(agent) -> None:
     agent.run(EXPORTS + OPEN)
     agent.run("handle = create(); fd = exported(handle); release(handle); os.close(fd)")
     before = agent.number("n_open()")
@@ -555,8 +556,8 @@ def test_exports_of_a_program_that_has_lost_proc_take_no_descriptors(agent) -> N
     assert agent.field("memory") == 300 * MIB
 
 
-def test_an_object_that_is_released_before_it_is_unmapped_keeps_nothing(agent) -> None:
-    """Nor does its mapping hide a later one at the same addresses."""
+def test_a_multicast_object_released_before_it_is_unmapped_keeps_no_charge(agent) -> None:
+    """Its mapping does not hide a later mapping at the same addresses either."""
     agent.run(EXPORTS)
     agent.run(
         "handle = create(); many = out('cuMulticastCreate', None)\n"
@@ -572,7 +573,7 @@ def test_an_object_that_is_released_before_it_is_unmapped_keeps_nothing(agent) -
     assert agent.field("memory") == 0
 
 
-def test_an_object_that_was_exported_keeps_what_is_bound_to_it(agent) -> None:
+def test_an_exported_multicast_object_keeps_the_charge_of_what_is_bound_to_it(agent) -> None:
     agent.run(EXPORTS)
     agent.run(
         "handle = create(); many = out('cuMulticastCreate', None)\n"

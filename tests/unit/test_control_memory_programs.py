@@ -1,8 +1,8 @@
-"""Programs that allocate and free memory at random, and processes that race for the last of it.
+"""Programs that allocate and free at random, and processes that race for the last free memory.
 
-The model is a few lines: what a process should be charged follows from what it holds. The GPU has
-as much memory as the quota, so an allocation that the driver itself has to refuse shows that the
-library admitted too much.
+The model is short: what a process should be charged follows from the memory that it holds. The GPU
+has as much memory as the quota, so an allocation that the driver itself has to refuse shows that
+the library admitted too much.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def round_up(size: int, unit: int = UNIT) -> int:
 
 
 def perform(models: list[ModelProcess], process: int, action: str, size: int, which: int) -> None:
-    """Run one step of a program. A step that has nothing to work on does nothing."""
+    """Run one step of a program. A step for which there is no memory to act on does nothing."""
     model = models[process % len(models)]
     agent = model.agent
 
@@ -331,7 +331,7 @@ def start_race(node: MemoryNode, n: int, rounds: int, *, kinds: str = "0123") ->
 
 
 def finish_race(node: MemoryNode, agents: list[Agent]) -> int:
-    """Wait for the end, check that nothing is left, and return how many calls were refused."""
+    """Wait for the end, check that no memory is left, and return how many calls were refused."""
     refused = 0
     for agent in agents:
         counts = agent.answer()
@@ -398,7 +398,7 @@ def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
 ) -> None:
     """A pool may grow although its free memory seemed to suffice.
 
-    In that case the block is given back, and the GPU has room for it until then.
+    In that case the block is freed again. Until then, this GPU has room for it.
     """
     node = MemoryNode(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
     try:

@@ -1,4 +1,4 @@
-"""Copies and captures that came with CUDA 13.2 to 13.5, in a process with the control library.
+"""Copies and captures that CUDA 13.2 to 13.5 introduced, in a process with the control library.
 
 work_shim.c implements these functions and is loaded in front of the simulated driver.
 """
@@ -216,7 +216,7 @@ def test_a_capture_for_graphics_that_cannot_be_followed_is_refused(
     begin = "driver.try_call('cuStreamBeginCaptureToCig', s, b'list')"
     assert [agent.run(begin) for _ in range(2)] == [OUT_OF_MEMORY] * 2
     grant(node, 0, 3)
-    agent.run("launch(1000, others[64])")  # is captured, and waits for no grant
+    agent.run("launch(1000, others[64])")  # captured, so it waits for no grant
     assert agent.field("want") == 0
     agent.run("made = ctypes.c_uint64()")
     agent.run("driver.call('cuStreamEndCapture', others[0], ctypes.byref(made))")

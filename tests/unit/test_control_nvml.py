@@ -1,7 +1,7 @@
 """The control library's substitute for NVML on the simulated driver, with a grant that the test writes.
 
-The path of a container's grant is fixed, so each program runs in a mount namespace of its own where
-/run/tidegate is a directory of the test. GPU 0 is the container's; GPU 1 is not.
+The path of a container's grant is fixed, so each program runs in a separate mount namespace, where
+/run/tidegate is a directory of the test. GPU 0 belongs to the container; GPU 1 does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_INSTANCE = 0xFFFFFFFF
 SUCCESS, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND = 0, 1, 2, 3, 6
 INSUFFICIENT_SIZE, FUNCTION_NOT_FOUND, VERSION_MISMATCH = 7, 13, 25
 
-# What a program has in scope: the library, its structures by pynvml, and the two GPUs.
+# What a program has in scope: the library, its structures from pynvml, and the two GPUs.
 PRELUDE = """
 import ctypes, json, os, sys, threading, time
 from ctypes import byref, c_uint, c_ulonglong, c_int, sizeof
@@ -218,7 +218,9 @@ def test_arguments_of_a_memory_call_are_checked_by_the_driver(container: NvmlCon
     ) == [INVALID_ARGUMENT, INVALID_ARGUMENT, VERSION_MISMATCH, INVALID_ARGUMENT]
 
 
-def test_before_nvml_is_initialised_every_call_reports_that(container: NvmlContainer) -> None:
+def test_every_call_before_nvml_is_initialised_reports_uninitialized(
+    container: NvmlContainer,
+) -> None:
     assert container.run_raw(
         "room = ctypes.create_string_buffer(4096)\n"
         "memory = pynvml.c_nvmlMemory_v2_t()\n"
@@ -270,7 +272,9 @@ def test_an_entry_names_no_mig_instance(container: NvmlContainer) -> None:
 
 @pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
-def test_no_process_is_of_another_kind(container: NvmlContainer, kind: str, version: str) -> None:
+def test_lists_of_graphics_and_mps_processes_are_empty(
+    container: NvmlContainer, kind: str, version: str
+) -> None:
     assert (
         container.run(
             f"name = 'nvmlDeviceGet{kind}RunningProcesses{version}'\n"
@@ -356,7 +360,9 @@ def test_utilisation_is_the_containers(container: NvmlContainer) -> None:
     ) == [40, 0, 40, 0, 0, INVALID_ARGUMENT]
 
 
-def test_a_page_of_arbitrary_values_shows_a_hundred_percent(container: NvmlContainer) -> None:
+def test_a_utilisation_of_any_value_is_shown_as_at_most_100_percent(
+    container: NvmlContainer,
+) -> None:
     base = layout.grant_device(0)
     pages.write(container.page, base, "grant_device", "utilisation", 2**32 - 1)
     assert container.run("print(pynvml.nvmlDeviceGetUtilizationRates(own).gpu)") == 100
@@ -372,7 +378,7 @@ def samples(kind, last, room):
 """
 
 
-def test_the_list_of_samples_has_the_governors_last_one(container: NvmlContainer) -> None:
+def test_the_list_of_samples_contains_the_governors_last_sample(container: NvmlContainer) -> None:
     assert container.run(
         SAMPLES + f"print(json.dumps([samples(1, 0, None), samples(1, 0, 4), samples(2, 0, 1),"
         f" samples(1, {NOW_US - 1}, 4)[0], samples(1, {NOW_US}, 4)[0], samples(1, 0, 0)[0],"
@@ -491,7 +497,7 @@ def test_without_a_grant_the_driver_answers(bare: NvmlContainer) -> None:
     assert bare.run(EVERYTHING) == [16 * GIB, [SUCCESS, 0, []], 0]
 
 
-def test_a_grant_without_usage_governs_memory_and_leaves_the_rest(bare: NvmlContainer) -> None:
+def test_a_grant_without_usage_governs_only_memory(bare: NvmlContainer) -> None:
     bare.make_grant(size=layout.GRANT_SIZE)
     assert bare.run(EVERYTHING) == [3 * GIB, [SUCCESS, 0, []], 0]
 
@@ -573,8 +579,8 @@ def test_threads_whose_first_calls_coincide_agree(container: NvmlContainer) -> N
     ) == [[[SUCCESS, 2, [[7], [12]]]] * 16, 1]
 
 
-def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
-    """All entries of a set have the same number, so a list with two numbers is of two writes."""
+def test_a_reader_never_sees_a_mixture_of_two_sets_of_entries(container: NvmlContainer) -> None:
+    """All entries of a set have the same number, so a list with two numbers mixes two writes."""
     end = threading.Event()
 
     def write() -> None:
@@ -595,7 +601,7 @@ def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
             "    reads, begin = reads + 1, time.monotonic()\n"
             "    _, n, list_ = entries(name, 64, pynvml.c_nvmlProcessInfo_v3_t,"
             " 'pid', 'usedGpuMemory')\n"
-            # The library does not wait any longer for a writer that stalls amid a write.
+            # The library waits no longer than this for a writer that stalls during a write.
             "    if time.monotonic() - begin >= 0.05: continue\n"
             "    numbers = {number for entry in list_ for number in entry}\n"
             "    mixed += len(numbers) != 1 or n != 64\n"
@@ -606,7 +612,7 @@ def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
         end.set()
         writer.join()
     assert mixed == 0
-    assert sets > 10  # the page was written meanwhile
+    assert sets > 10  # the page was written during the reads
 
 
 def test_a_governor_that_died_while_writing_blocks_no_reader(container: NvmlContainer) -> None:

@@ -1,4 +1,4 @@
-"""Memory is parked in host memory and moved back as the governor orders; here, the test orders."""
+"""Memory is parked in host memory and moved back on orders that the test gives as the governor."""
 
 from __future__ import annotations
 
@@ -249,8 +249,10 @@ def test_a_call_that_uses_memory_waits_until_it_is_back(
         assert agent.run("holds(block, 8 << 20, 5)")
 
 
-def test_a_page_that_allows_no_parking_does_not_order_it(node: ParkingNode, agent: Agent) -> None:
-    """A process that started on a damaged page continues when the page is valid again."""
+def test_a_grant_page_that_does_not_allow_parking_does_not_order_it(
+    node: ParkingNode, agent: Agent
+) -> None:
+    """A process that started with a damaged page must continue when the page is valid again."""
     agent.run("block = driver.allocate(8 << 20); fill(block, 8 << 20, 5)")
     node.park(agent)
     agent.send("holds(block, 8 << 20, 5)")
@@ -283,7 +285,7 @@ def test_a_context_ends_while_its_memory_is_parked(node: ParkingNode, agent: Age
 
 
 def closes(node: ParkingNode, agent: Agent) -> bool:
-    """Order that the memory leaves while work runs; return whether CLOSING was seen.
+    """Order the memory to be parked while work runs; return whether CLOSING was observed.
 
     This state may last only a second, and the test may miss it on a busy machine.
     """
@@ -427,7 +429,7 @@ def test_work_that_waits_for_the_next_call_is_not_waited_for(
     agent.run("driver.call('cuStreamWaitValue32_v2', streams[0], word, 1, 0)")
     node.order(resident=False)
     until(lambda: node.report(agent, "residency") == CLOSING)
-    # The program lets the first stream go on after a call that waits for its memory.
+    # The program lets the first stream go on only after a call that waits for the memory.
     agent.run("driver.call('cuMemsetD8Async', block, 1, 4096, streams[1])")
     agent.run("ctypes.c_uint32.from_address(word).value = 1")
     agent.run("driver.call('cuStreamSynchronize', streams[0])")
@@ -588,7 +590,7 @@ LEAVE_SHIM = """
 
 static int n_calls[256];
 
-/* Of the GPU's memory, none is free; or, by FREE, all is, it falls, or it cannot be queried. */
+/* Reports no free memory, or what FREE selects: all of it, less at each call, or an error. */
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total);
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
@@ -602,7 +604,7 @@ int cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
     return mode && !strcmp(mode, "fails") ? 999 : 0;
 }
 
-/* Writes a letter to the log, and tells whether this call of its kind is to fail. */
+/* Writes a letter to the log, and returns whether this call of its kind is to fail. */
 static int fails(char letter)
 {
     const char *calls = getenv("CALLS"), *which = getenv("FAILING");
@@ -677,7 +679,7 @@ def test_memory_is_released_after_its_copy(leaving: tuple[ParkingNode, Agent]) -
 def test_memory_that_no_process_needs_is_released_at_the_end(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The GPU has much free memory, and no other process takes any of it."""
+    """The GPU has much free memory, and no other process allocates any of it."""
     node, agent = leaving
     agent.run("os.environ['FREE'] = 'all'")
     node.park(agent)
@@ -686,7 +688,7 @@ def test_memory_that_no_process_needs_is_released_at_the_end(
 
 
 def test_memory_is_kept_while_others_take_free_memory(leaving: tuple[ParkingNode, Agent]) -> None:
-    """It is released once they take no more, although there is enough."""
+    """It is released only when they stop taking it, although enough memory is free."""
     node, agent = leaving
     agent.run("os.environ['FREE'] = 'falls'")
     node.order(resident=False)
@@ -699,10 +701,10 @@ def test_memory_is_kept_while_others_take_free_memory(leaving: tuple[ParkingNode
     assert agent.seen == CONTEXT
 
 
-def test_memory_does_not_stay_for_as_long_as_others_take_free_memory(
+def test_memory_is_released_even_if_others_keep_taking_free_memory(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """They never stop."""
+    """The others never stop taking it."""
     node, agent = leaving
     agent.run("os.environ['FREE'] = 'falls'")
     node.park(agent)
@@ -712,7 +714,7 @@ def test_memory_does_not_stay_for_as_long_as_others_take_free_memory(
 def test_kept_memory_is_released_as_soon_as_it_may_return(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The order is revoked while the blocks are on both sides."""
+    """The order is revoked while the blocks are on the GPU as well as in host memory."""
     node, agent = leaving
     agent.run("os.environ['FREE'] = 'falls'")
     node.order(resident=False)
@@ -746,7 +748,7 @@ def test_a_copy_that_fails_leaves_memory_that_was_kept_where_it_is(
 
 
 @pytest.mark.parametrize("failing", ["c1", "c3", "c5", "s1", "s3", "s5"])
-def test_whichever_call_fails_memory_stays_and_may_leave_later(
+def test_after_any_failed_call_memory_stays_and_can_be_parked_later(
     leaving: tuple[ParkingNode, Agent], failing: str
 ) -> None:
     """One copy, or the wait for it, fails in the first attempt."""
@@ -793,7 +795,7 @@ int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t size, v
 """
 
 
-def test_if_the_driver_fails_on_the_way_back_calls_do_not_wait_for_ever(
+def test_calls_do_not_wait_for_ever_if_the_driver_fails_to_move_memory_back(
     build_dir: Path, tmp_path: Path
 ) -> None:
     """The GPU has an error while the memory is parked."""
@@ -809,7 +811,7 @@ def test_if_the_driver_fails_on_the_way_back_calls_do_not_wait_for_ever(
         assert agent.number("driver.try_call('cuMemsetD8_v2', block, 1, 4096)") != 0
         agent.run("driver.call('cuMemFree_v2', block)")
         assert agent.charged == 0
-        # Nothing is moved any more.
+        # After the error, no memory is moved any more.
         node.order(resident=False)
         time.sleep(0.8)
         assert node.report(agent, "residency") == RESIDENT

@@ -212,7 +212,7 @@ def test_a_mapping_that_is_closed_during_a_capture_ends_after_it(
         "closed(theirs)\n"
         "driver.call('cuStreamEndCapture', stream, ctypes.byref(graph))"
     )
-    # The mapping still exists, so it is still charged.
+    # The mapping still exists, so the memory is still charged.
     assert guest.field("memory") == guest.field("unseen") == SIZE
     assert fails_with(guest, "closed(theirs)") == "INVALID_VALUE"
     guest.run("again = driver.allocate(2 << 20)")
@@ -221,7 +221,9 @@ def test_a_mapping_that_is_closed_during_a_capture_ends_after_it(
     assert guest.number("driver.try_call('cuMemcpyHtoD_v2', theirs, bytes(16), 16)") != 0
 
 
-def test_memory_of_the_driver_is_shared_by_the_driver(owner: Agent, guest: Agent) -> None:
+def test_memory_that_the_driver_allocated_is_shared_by_the_driver(
+    owner: Agent, guest: Agent
+) -> None:
     handle = handle_of(owner, "driver.allocate(100 << 10)")
     guest.run(f"theirs = opened('{handle}')")
     assert guest.field("memory") == guest.field("unseen") > 0
@@ -233,7 +235,7 @@ def test_memory_of_the_driver_is_shared_by_the_driver(owner: Agent, guest: Agent
 
 
 def ask(handle: bytes) -> tuple[bytes, list[int]]:
-    """Do what the library does with a handle, and return the answer and the descriptors."""
+    """Request the memory of a handle as the library does; return the answer and the descriptors."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(20)
         (process,) = struct.unpack("Q", handle[PROCESS])
@@ -272,7 +274,7 @@ def test_memory_that_lives_on_in_a_descriptor_stays_charged(polled: ParkingNode)
     assert owner.field("unseen") == 0
 
 
-def test_silent_connections_do_not_stop_others(owner: Agent, guest: Agent) -> None:
+def test_silent_connections_do_not_block_others(owner: Agent, guest: Agent) -> None:
     handle = handle_of(owner)
     (process,) = struct.unpack("Q", bytes.fromhex(handle)[PROCESS])
     with contextlib.ExitStack() as stack:
@@ -339,8 +341,8 @@ for number in ours if len(ours) >= 2 else []:
     os.close(reading)
     pipes.append(writing)
 """
-"""A program that gives the numbers of the sockets that are not in `before` to pipes, if there are at
-least two.
+"""A program that replaces the library's sockets that are not in `before` by pipes with the same
+numbers, if there are at least two.
 """
 
 

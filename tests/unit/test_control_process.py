@@ -327,7 +327,7 @@ def test_a_process_reconnects_to_another_governor(node: MemoryNode, governed: Ag
     for times in range(1, 4):
         node.hang_up()
         wait_until(lambda n=times: node.returned == [governed.process.pid] * n)
-        wait_until(lambda: node.poked() > 0)  # it announces news on the new connection
+        wait_until(lambda: node.poked() > 0)  # it reports changes on the new connection
         grant(node, 0, times + 1)
         governed.send("launch(1000)")
         governed.answer()
@@ -397,7 +397,7 @@ def move_and_check(
     def field(name: str) -> int:
         return pages.read(ledger, layout.ledger_device(slot, 0), "ledger_device", name)
 
-    wait_until(lambda: field("launches") > 0)  # not by `state`, which the governor writes
+    wait_until(lambda: field("launches") > 0)  # `state` proves nothing: the governor writes it
     agent.run("kept = out('cuMemAlloc_v2', 6 << 20); seen = made")
     until(agent, "made > seen + 20")
     agent.run("ended = True\nfor thread in threads: thread.join()")
@@ -541,7 +541,7 @@ def test_a_process_does_not_wait_for_a_governor_that_ended_long_ago(node: Memory
 
 
 def test_a_program_ends_without_waiting_for_a_grant(node: MemoryNode, tmp_path: Path) -> None:
-    """A library that was loaded later ends later, and may wait for held work."""
+    """The destructor of a library that was loaded later runs later, and may wait for held work."""
     late = tmp_path / "late.so"
     source = ROOT / "tests/interposed/late.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", late, source], check=True)
@@ -756,7 +756,7 @@ def quick_agent(node: MemoryNode) -> Agent:
 
 
 def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
-    """Return how long after a contended grant of 4 ms an agent that launches `work` gives it back."""
+    """Return how long after its end an agent gives back a contended 4 ms grant while it has `work`."""
     agent.send(work)
     until_field(agent, "want", 1)
     grant_contended(node, agent, epoch)
@@ -770,7 +770,7 @@ def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
 ) -> None:
     """The agent gives the GPU back after 20 ms the first time, or 100 ms if the work is new.
 
-    Once the work is known to wait, the agent gives it back soon.
+    Once the work is known to wait, the agent gives the GPU back within 2 ms.
     """
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -914,7 +914,7 @@ def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(
         (tmp_path / str(n)).mkdir()
         with open_node(build_dir, tmp_path / str(n)) as node:
             took = hold_up_by_new_work_ms(node)
-        if took[0] < 130:  # otherwise it ended before a helper that was late gave it up
+        if took[0] < 130:  # otherwise the helper was late, and the work ended first
             break
     assert took[0] < 130
     assert max(took[1:]) > 130
@@ -981,7 +981,7 @@ def charged_after(
 def test_the_end_of_one_containers_work_is_not_charged_to_the_next(node: MemoryNode) -> None:
     """With MPS, both containers' work runs at the same time.
 
-    The next holder's grant says from which time on the holder is charged.
+    The next holder's grant states from which time on that holder is charged.
     """
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
@@ -1101,7 +1101,7 @@ def test_a_process_that_never_had_a_grant_keeps_to_its_share_without_a_governor(
 
 
 def mps_agent(node: MemoryNode) -> Agent:
-    """Return an agent with a grant of an MPS GPU, returned early with up to 60 ms of work left."""
+    """Return an agent with a grant on an MPS GPU, given back with up to 60 ms of work left."""
     agent = quick_agent(node)
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
     node.write("strategy", STRATEGY_MPS)
@@ -1180,7 +1180,7 @@ def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
         grant(node, time.monotonic_ns() + 3600 * SECOND, epoch)
         epoch += 2
         charged = charged_after(agent, before, n * 20_000_000 + 40_000_000, "launch(1000, s)")
-        grown = charged / 1e6 - n * 20  # beyond its charge if it never asked the others to wait
+        grown = charged / 1e6 - n * 20  # beyond the charge of a process that never asks
         if grown > 300:
             break
     assert grown > 300, grown

@@ -756,7 +756,7 @@ def quick_agent(node: MemoryNode) -> Agent:
 
 
 def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
-    """Return how long after its end an agent gives back a contended 4 ms grant while it has `work`."""
+    """Return how long after its end an agent with `work` gives back a contended grant of 4 ms."""
     agent.send(work)
     until_field(agent, "want", 1)
     grant_contended(node, agent, epoch)

@@ -32,7 +32,7 @@ BLOCK = 64 * MIB
 N_BLOCKS = (GIB - CONTEXT) // BLOCK
 """Number of blocks that fit into the quota next to a context."""
 EXPECTED = CONTEXT + 8 * MIB
-"""What a context is expected to take. With this size, one block less would fit."""
+"""Memory that a context is expected to take. If it took that much, one block less would fit."""
 
 TAKE = f"driver.allocate({BLOCK})"
 
@@ -96,7 +96,7 @@ def governor(node: MemoryNode, agent: Agent) -> Governor:
 
 
 def rounds(node: MemoryNode) -> Iterator[tuple[Agent, Governor]]:
-    """Yield a new process, and others as long as the test was not in time with its sample."""
+    """Yield a new process and its governor, and others if the test published its sample too late."""
     for _ in range(5):
         agent = start(node)
         governor = Governor(node, agent)
@@ -139,8 +139,8 @@ def take(agent: Agent, n: int) -> None:
 
 
 def raced(governor: Governor, agent: Agent, *, overhead: int = BLOCK) -> int:
-    """Fill the quota except for one block, and let a sample that raced find an overhead that is too
-    high by `overhead`.
+    """Fill the quota except for one block, and publish an overhead that is too high by `overhead`,
+    as a sample that raced would. Return the correct overhead.
     """
     governor.sample()
     assert (governor.debt.bytes, governor.debt.least) == (CONTEXT, CONTEXT)
@@ -185,7 +185,7 @@ def test_samples_that_race_again_are_followed_by_others(node) -> None:
 
 
 def test_a_sample_that_is_due_may_be_late(node) -> None:
-    """A busy machine keeps the governor waiting, and thereby the process."""
+    """A busy machine delays the governor, and thereby the process."""
     for agent, governor in rounds(node):
         take(agent, N_BLOCKS - 1)
         end = time.monotonic() + IN_TIME_S
@@ -290,7 +290,7 @@ def test_several_threads_wait_at_the_same_time(node) -> None:
 
 
 def test_a_process_that_waits_writes_no_charges(node, agent, governor) -> None:
-    """A sample during a claim is uncertain, and so would be each sample during the wait."""
+    """A sample during a claim is uncertain, so a process that waits must not keep its claim."""
     found = raced(governor, agent)
     agent.send(TAKE)
     until_it_waits(node, agent)
@@ -331,7 +331,7 @@ def test_a_refusal_waits_for_one_sample_however_many_are_due(node, agent, govern
         begin = time.monotonic()
         with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
             agent.answer()
-        if begin - sent < 0.8:  # otherwise the sample was late, and the wait may have ended before
+        if begin - sent < 0.8:  # otherwise the sample came too late: the wait may have ended
             assert refused == 0
             seconds.append(time.monotonic() - begin)
             if seconds[-1] < 0.6:

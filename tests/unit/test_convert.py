@@ -1,5 +1,5 @@
-"""`tidegate convert`: what other vendors' pods become, what is reported about the rest, and that
-everything else is unchanged.
+"""Test `tidegate convert`: what other vendors' pods are converted to, what is reported as not
+converted, and that everything else is unchanged.
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ def test_quotas_of_hami_are_reported_as_lost() -> None:
     assert (note.what, note.level) == ("limits.nvidia.com/gpumem", "lost")
 
 
-def test_a_byte_order_mark_does_not_end_up_in_the_middle() -> None:
+def test_a_byte_order_mark_is_not_left_in_the_middle_of_the_text() -> None:
     text = "\ufeff" + POD.format(annotations="", limits="nvidia.com/gpu: 1")
     assert "\ufeff" not in convert(text).text
 
 
-def test_a_text_without_gpus_comes_back_byte_for_byte() -> None:
+def test_a_text_without_gpus_is_returned_byte_for_byte() -> None:
     text = "# one\n\nkind: Pod\nmetadata: {name: 'x'}\n--- # two\n- 1\n- 0x10\n...\n---\nyes\n"
     result = convert(text)
     assert (result.text, result.notes) == (text, [])
@@ -241,7 +241,7 @@ def test_two_workloads_with_the_same_name_get_templates_with_different_names() -
     assert names == ["a-gpu", "a-gpu-2"]
 
 
-def test_status_and_streams(
+def test_the_exit_status_and_the_output_streams(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["convert", str(HERE / "hami.yaml")]) == 1
@@ -266,7 +266,7 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
     [
         ("        memory: 1Gi\n        memory: 2Gi\n", "memory in line 10"),
         ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu in line 9"),
-        # This document leaves no request for a GPU: nothing is changed, but it is still reported.
+        # With this key, no request for a GPU is left: nothing is changed, but the key is reported.
         ("spec: {nodeName: b}\n", "spec in line 9"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_text_of_comments_alone_is_returned_unchanged() -> None:
         assert convert(text).text == text
 
 
-def test_the_time_to_name_a_workload_does_not_grow_with_their_number() -> None:
+def test_the_time_to_name_a_workload_does_not_grow_with_the_number_of_workloads() -> None:
     """With one attempt per earlier workload, the last of 200,000, in a file of 32 MiB, would take
     200,000 attempts.
     """

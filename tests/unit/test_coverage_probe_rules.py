@@ -95,7 +95,7 @@ def test_a_stream_that_waits_for_the_host_does_not_work(name, excused):
     )
 
 
-def test_a_function_of_the_host_is_excused_from_the_gate_alone():
+def test_a_function_of_the_host_is_excused_only_from_the_gate():
     row = ran(name="cuLaunchHostFunc", gpu_us=1000.0)
     assert faults(row, row | {"process": 64 * MIB}) == ("takes 64 MiB unseen",)
     assert faults(row, row | {"result": 1}) == ("answers 1, natively 0",)
@@ -115,7 +115,7 @@ def test_memory_that_the_driver_takes_or_frees_may_be_found_by_the_governor(chan
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
-def test_memory_that_leaves_the_process_and_not_the_gpu_stays_charged():
+def test_memory_that_leaves_the_process_but_not_the_gpu_stays_charged():
     row = ran(process=-64 * MIB, device=0)
     assert faults(row, row | {"returned": {"unseen": 64 * MIB}}) == ()
     assert faults(row, row | {"returned": {"unseen": -64 * MIB}}) == ("frees 64 MiB unseen",)
@@ -159,12 +159,12 @@ def test_memory_that_only_the_governor_saw_is_reported_as_late(row, late):
     assert coverage_probe.found_late(ran(paid=row["paid"]), row) is late
 
 
-def test_a_call_is_judged_by_what_either_run_saw_of_it():
+def test_a_call_is_judged_by_the_effects_in_either_run():
     assert faults(ran(process=64 * MIB), ran()) == ("takes 64 MiB unseen",)
     assert faults(ran(), ran(gpu_us=500.0)) == ("works 500 us past the gate",)
 
 
-def test_a_quota_changes_no_answer_but_that_of_memory_beyond_it():
+def test_a_quota_changes_no_result_except_that_of_memory_beyond_it():
     assert faults(ran(), ran(result=1)) == ("answers 1, natively 0",)
     assert faults(ran(), ran(result=2)) == ("answers 2, natively 0",)
     large = ran(process=4096 * MIB)

@@ -1,4 +1,4 @@
-"""The check of the tables and types against NVIDIA's headers, with made-up headers and with the installed one."""
+"""Test the checks of the tables and types against NVIDIA's headers, made up and installed."""
 
 import zipfile
 
@@ -54,8 +54,7 @@ def test_written_names_can_be_read(tmp_path):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry with one version, with a header that declares `more`; no other header can be
-    found.
+    """A registry that has one version, whose header declares `more`. No other header can be found.
     """
     monkeypatch.setattr(cuda_headers, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(cuda_abi, "packaged_include", lambda: None)
@@ -112,7 +111,7 @@ def test_without_a_registry_the_newest_header_at_hand_is_compared(registry, monk
     monkeypatch.setattr(cuda_headers, "KEPT", cuda_headers.KEPT / "none")
     assert cuda_headers.main(["--check"]) == 0
     assert capsys.readouterr().out == f"compared with the names of declared.toml{said}\n"
-    assert cuda_headers.main([]) == 1  # nothing to write from
+    assert cuda_headers.main([]) == 1  # there is no header to write the names from
 
 
 # ---- types and prototypes ----

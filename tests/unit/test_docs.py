@@ -1,6 +1,6 @@
-"""The documents are consistent: their links, their anchors, and what they list of the code.
+"""Test that the documents are consistent: links, anchors, and lists of what the code contains.
 
-docs/README.md lists all of them.
+docs/README.md lists all documents.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_errors_and_their_statuses_are_in_the_reference(module, heading):
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    if module is vdriver.errors:  # its base classes are never raised
+    if module is vdriver.errors:  # the module's base classes are never raised
         del declared["vdriver"], declared["internal"]
     assert rows == declared
 

@@ -1,6 +1,6 @@
-"""Every command of the documents is parsed by its own parser, or is in a table that says where it is run.
+"""Test that each command in the documents is accepted by its parser or listed as run elsewhere.
 
-Readers copy the shell blocks. Each of their commands is either one of ours, which its real parser
+Readers copy the shell blocks. Each command in them is either one of ours, which its real parser
 accepts, or a system program, for which `SYSTEM` states where it is run or why it is not run. Any
 other program fails the test. tests/container/test_tutorial.py types docs/tutorial.md as a whole.
 """
@@ -73,7 +73,7 @@ SYSTEM = {
     ),
     **dict.fromkeys(("pip", "venv"), PACKAGES),
 }
-READERS = {"train.py"}  # programs that the reader provides
+READERS = {"train.py"}  # programs that readers provide
 OURS = {"tidegate", "tidegate-governor", "tidegate-hook"}
 SCRIPTS = {"tests/gpu/run", "tools/", "examples/", "build/meson/"}
 
@@ -231,9 +231,9 @@ def test_paths_of_the_repository_that_are_named_exist():
 
 
 def test_commands_in_the_text_name_verbs_and_options_that_exist():
-    """Commands in the text may be cut short, so only the names are checked.
+    """Commands in the text may be abbreviated, so only the names are checked.
 
-    docs/benchmarks.md is left out, because it has commands that were run once.
+    docs/benchmarks.md is left out, because it contains commands that were run only once.
     """
     verbs = {
         verb: choice

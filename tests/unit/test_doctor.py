@@ -21,7 +21,7 @@ from tests.unit.doctor_nodes import Host, governor, words
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "governor/doctor/doctor.schema.json").read_text())
 PAGE = ROOT / "docs/reference/doctor.md"
-NODES = "driver.nodes"  # the nodes can only be made by root
+NODES = "driver.nodes"  # only root can create device nodes
 
 
 def states(host: Host) -> dict[str, list[str]]:
@@ -49,7 +49,7 @@ def test_on_an_empty_disk_every_check_reports_a_finding(tmp_path: Path, check: s
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_no_check_breaks_on_directories_in_place_of_files(tmp_path: Path, check: str) -> None:
+def test_no_check_fails_on_directories_in_place_of_files(tmp_path: Path, check: str) -> None:
     """An engine creates these if a volume is mounted on a file that does not exist."""
     host = Host.right(tmp_path / "n")
     for path in [
@@ -110,7 +110,7 @@ def test_nothing_is_run_and_nothing_is_changed_below_a_root(
 ) -> None:
     host = Host.right(tmp_path / "n")
     for program in ("podman", "containerd", "nvidia-smi", "dockerd", "docker"):
-        # Both below the root and on this machine, a program that is run leaves a file.
+        # If doctor ran such a program, the program would leave a file.
         host.put(f"usr/bin/{program}", f"#!/bin/sh\ntouch {tmp_path}/ran\n", 0o755)
 
     def snapshot() -> dict[str, tuple[int, int, int]]:

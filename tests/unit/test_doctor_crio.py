@@ -1,4 +1,4 @@
-"""Test the findings of `tidegate doctor` about CRI-O: whether it starts with its files, and its handler."""
+"""Test the findings of `tidegate doctor` about CRI-O: its configuration, and Tidegate's handler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def host(tmp_path: Path) -> Host:
     return host
 
 
-def test_a_node_without_cri_o_is_no_fault(tmp_path: Path) -> None:
+def test_that_cri_o_is_not_set_up_is_only_noted(tmp_path: Path) -> None:
     host = Host(tmp_path / "root")
     assert host.check("crio.configuration") == host.check("crio.handler") == [NOT_HERE]
 

@@ -96,7 +96,7 @@ def governor(node: MemoryNode, agent: Agent) -> Governor:
 
 
 def rounds(node: MemoryNode) -> Iterator[tuple[Agent, Governor]]:
-    """Yield a new process and its governor, and others if the test published its sample too late."""
+    """Yield a new process and its governor, and others as long as the test samples too late."""
     for _ in range(5):
         agent = start(node)
         governor = Governor(node, agent)

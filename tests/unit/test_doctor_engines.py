@@ -94,7 +94,7 @@ def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
     ]
 
 
-def test_a_docker_that_is_not_set_up_gets_the_command(host: Host) -> None:
+def test_for_a_docker_that_is_not_set_up_the_setup_command_is_named(host: Host) -> None:
     set_docker(host, {"runtimes": {"other": {"path": "/usr/bin/other"}}})
     assert host.check("docker.runtime") == [
         "note: /etc/docker/daemon.json has no runtime tidegate -> tidegate setup docker"
@@ -163,7 +163,7 @@ def test_dockers_file_may_have_any_content(host: Host, document: object, said: s
     )
 
 
-def test_annotations_came_with_docker_24(host: Host) -> None:
+def test_docker_before_24_is_a_warning_because_it_lacks_annotations(host: Host) -> None:
     set_docker(host, DOCKER)
     host.commands["dockerd"] = "Docker version 20.10.24+dfsg1, build 297e128\n"
     assert host.check("docker.version") == [
@@ -350,7 +350,7 @@ def hook_file(**changes: Any) -> dict[str, Any]:
     return {**document, **changes}
 
 
-def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
+def test_hooks_of_tidegate_that_run_are_ok(host: Host) -> None:
     assert state(host.check("hooks.in-force")) == ["note"]
     host.json(LOCAL, hook_file())
     assert host.check("hooks.in-force") == [f"ok: /{LOCAL}: {HOOK}"]
@@ -377,14 +377,14 @@ def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
         ),
     ],
 )
-def test_hooks_of_ours_that_do_not_run_are_wrong(
+def test_hooks_of_tidegate_that_do_not_run_are_wrong(
     host: Host, changes: dict[str, Any], said: str
 ) -> None:
     host.json(LOCAL, hook_file(**changes))
     assert host.check("hooks.in-force")[-1].startswith(said)
 
 
-def test_hooks_of_others_are_named(host: Host) -> None:
+def test_hooks_of_other_programs_are_named(host: Host) -> None:
     host.json(
         "usr/share/containers/oci/hooks.d/50-other.json", hook_file(hook={"path": "/usr/bin/other"})
     )

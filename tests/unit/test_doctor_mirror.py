@@ -82,7 +82,7 @@ def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: H
     assert look_at_mirror(driver_dir)[1] is None
 
 
-def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:
+def test_a_driver_that_changed_after_the_mirror_was_made_is_a_warning(host: Host) -> None:
     host.put_driver()
     host.put_mirror()
     os.utime(host.root / "nowhere", ns=(1, 1))
@@ -114,9 +114,9 @@ def test_a_changed_generation_is_wrong(host: Host, damage: str) -> None:
     assert "tidegate refresh" in found
 
 
-def test_content_is_not_read(host: Host) -> None:
-    """Files of equal size are compared only by `tidegate verify`: a driver's files have a size of
-    about a gigabyte.
+def test_the_content_of_files_is_not_read(host: Host) -> None:
+    """Files of equal size are compared only by `tidegate verify`: a driver's files total about a
+    gigabyte.
     """
     host.put_driver()
     generation = host.put_mirror()

@@ -1,4 +1,4 @@
-"""Test the finding of `tidegate doctor` about what divides the GPUs' time."""
+"""Test the findings of `tidegate doctor` about how the GPUs' time is divided."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_gpu_that_is_not_steered_is_a_warning_only_if_steering_is_configured(
 def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     for scheduling, remedy in (
         ("gate", "set scheduling: auto, then systemctl restart tidegate-governor"),
-        ("auto", None),  # the previous finding gives the reason why the GPU is not steered
+        ("auto", None),  # the previous finding states why the GPU is not steered
     ):
         found = find(monkeypatch, scheduling, [GRANTS], AT_ONCE)
         assert found == [

@@ -98,7 +98,7 @@ def test_crun_is_reported_where_cgroup_v2_has_controllers_beside_v1(host: Host) 
     ]
 
 
-def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> None:
+def test_a_processor_for_which_loaders_skip_x86_64_v2_directories_is_wrong(host: Host) -> None:
     assert host.check("kernel.processor") == ["unseen: /proc/cpuinfo lists no processor flags"]
     host.put("proc/cpuinfo", FLAGS)
     assert host.check("kernel.processor") == ["ok: the processor supports x86-64-v2"]
@@ -115,7 +115,7 @@ def test_mounts_that_cannot_be_read_are_reported_as_unseen(host: Host) -> None:
     assert host.check("cgroup.version") == ["unseen: /proc/self/mounts does not exist"]
 
 
-def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
+def test_freezing_is_checked_only_where_the_configuration_requires_it(host: Host) -> None:
     assert host.check("cgroup.freezer") == ["ok: on_violation is report: containers are not frozen"]
     assert host.check("cgroup.freezer", on_violation="throttle") == [
         f"unseen: cannot check freezing: {host.root} is not the running system"

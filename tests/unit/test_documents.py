@@ -1,5 +1,5 @@
-"""Text that reaches the hook, the wrapper runtime and the governor: a corpus, its mutations, and
-real processes.
+"""Test the parsers of text that reaches the hook, the wrapper runtime and the governor, with a
+corpus, with mutations of it, and in real processes.
 
 tests/fuzz/documents.py describes each kind of document. tests/fuzz/test_documents.py runs for
 TIDEGATE_FUZZ_SECONDS seconds.
@@ -40,7 +40,7 @@ MOST = 256 * MIB
 Python as in JSON.
 """
 NOBODY = 4194304
-"""One more than the highest possible PID: no process has it."""
+"""One more than the highest possible PID, so that no process has it."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "edit"])

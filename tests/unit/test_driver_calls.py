@@ -83,7 +83,7 @@ def test_a_list_that_is_too_long_is_refused():
 
 
 def test_a_difference_from_the_source_is_found(tmp_path):
-    """The source here is empty: each name is missing, and a changed number fails an assertion."""
+    """The source in this test is almost empty: names are missing, and one has another number."""
     need("gcc")
     headers = tmp_path / "src/common/sdk/nvidia/inc"
     for name in {
@@ -281,7 +281,7 @@ def test_a_client_of_another_process_is_left_alone(module, device, other, found_
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
         )
     with pytest.raises(OSError, match="Bad file"):
-        os.fstat(600)  # its descriptor is closed
+        os.fstat(600)  # the duplicate was closed
 
 
 def test_a_client_without_channels_is_not_found(module, device, other, found_by):
@@ -342,7 +342,7 @@ def test_slices_and_switches_reach_the_groups(module, nodes, device, other, foun
         assert not any(item.off for item in module.objects(client, 0xC86F).values())
 
 
-def test_more_channels_than_a_call_takes_are_switched_in_steps(driver, module):
+def test_more_channels_than_one_call_accepts_are_switched_in_several_calls(driver, module):
     client = module.process(600, n_contexts=12)
     channels = [(client, handle) for handle in module.objects(client, 0xC86F)]
     gpu = driver.gpu(UUID)
@@ -386,7 +386,7 @@ def test_the_trace_wraps_around_and_counts_dropped_records(trace, module):
     assert trace.n_dropped == 13
 
 
-def test_a_trace_that_is_refused_says_why(driver, module):
+def test_the_error_for_a_refused_trace_states_the_reason(driver, module):
     gpu = driver.gpu(UUID)
     module.refuse[calls.BIND_TRACE.name] = 0x56
     with pytest.raises(
@@ -477,7 +477,7 @@ def test_a_turn_that_was_ended_by_switching_off_is_judged_like_the_one_before():
 
 def test_lost_records_are_counted_and_time_is_charged_once(trace, module):
     residency = Residency()
-    module.turn(100, 7, 1000, ends=False)  # its end and another's turn are lost
+    module.turn(100, 7, 1000, ends=False)  # its end and the turn of another process are lost
     module.lose(3)
     module.turn(300, 5, 400)
     residency.add(trace.read())
@@ -520,7 +520,7 @@ def test_the_tool_prints_its_usage():
 
 
 def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, device):
-    """The stand-in answers as an H200 answered to a watchdog without NVML."""
+    """The stand-in answers as an H200 did to a watchdog without NVML."""
     with (
         DriverClient(580, path=device, proc=Path("/nowhere"), ioctl=module.ioctl) as driver,
         pytest.raises(DriverCallError, match="NV01_DEVICE_0: NV_ERR_INSUFFICIENT_PERMISSIONS"),
@@ -544,7 +544,7 @@ def _is_off(module, pair):
     return bool(module.clients[pair[0]][1][pair[1]].off)
 
 
-def test_another_process_switches_on_what_was_left_off(module, nodes):
+def test_another_process_switches_on_channels_that_were_left_off(module, nodes):
     before = len(list(Path("/proc/self/fd").iterdir()))
     off = _switch_off(module, nodes)
     assert all(_is_off(module, pair) for pair in off)

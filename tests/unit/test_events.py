@@ -1,4 +1,4 @@
-"""`tidegate events`: lines of hook and governor from a journal, from a syslog's files, and from their own files."""
+"""Test `tidegate events` on lines from the journal, from syslog files and from Tidegate's logs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_failures_are_shown_from_files_of_json_lines(
     assert [json.loads(line) for line in run(capsys, "--log", hook, "--json")] == [FAILED]
 
 
-def test_moves_of_memory_are_shown_if_asked_for_and_failures_always(
+def test_moves_of_memory_are_shown_on_request_and_failures_always(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"container": "77aa", "timestamp": "t"}
@@ -210,7 +210,7 @@ def test_entries_of_the_journal_are_read() -> None:
 
 
 def test_a_user_other_than_root_is_named_in_the_journal() -> None:
-    """Any user may write to the journal under any tag, so the user's claims about containers are marked as such."""
+    """Any user may write to the journal under any tag, so entries are attributed to their user."""
     for tag in ("tidegate-hook", "tidegate-governor"):
         forged = parse_journal(entry(json.dumps({**FAILED, "stage": "runtime"}), tag, _UID="1000"))
         assert forged is not None
@@ -267,7 +267,7 @@ def test_the_journal_is_queried_for_whole_messages_of_tidegate() -> None:
     assert "--since=today" in command
 
 
-def test_journalctl_is_run_and_what_stops_it_is_an_error(
+def test_journalctl_is_run_and_its_failure_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = tmp_path / "journalctl"
@@ -286,7 +286,7 @@ def test_journalctl_is_run_and_what_stops_it_is_an_error(
     )
 
 
-def test_a_node_without_any_log_says_so(
+def test_a_node_without_any_log_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(events, "has_journal", lambda: False)
@@ -299,7 +299,7 @@ def test_a_node_without_any_log_says_so(
     assert cli.main(["events", "--log", str(tmp_path / "gone")]) == 65
 
 
-def test_files_are_followed_beyond_truncation_and_rotation(
+def test_files_are_followed_across_truncation_and_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "POLL_S", 0.01)

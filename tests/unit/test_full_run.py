@@ -1,4 +1,4 @@
-"""tools/test-full runs every part even if an earlier one fails, and reports at the end how each ended."""
+"""Test that tools/test-full runs every part even if one fails, and reports how each part ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "nob
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout in which everything that the script calls is a stand-in.
+    """A checkout in which every program that the script calls is a stand-in.
 
     A stand-in logs its arguments, and fails if the file `fails` contains them.
     """
@@ -50,7 +50,7 @@ def run(checkout, *parts, **environment):
 
 
 def rows(checkout):
-    """Return the summary's rows: the part, its state and its result."""
+    """Return the rows of the summary: each part, its state and its result."""
     lines = (checkout / "build/test-full/summary").read_text().splitlines()
     found = [re.fullmatch(r"(\w+) +(ok|FAILED|not run) +\d+ s  (.*)", line) for line in lines]
     assert all(found), lines
@@ -135,7 +135,7 @@ def test_the_row_of_the_checks_has_the_number_that_passed(checkout):
     assert rows(checkout) == [("check", "FAILED", "19 checks passed, 1 failed: mypy")]
 
 
-def test_a_log_without_a_summary_of_pytest_gives_its_last_line(checkout):
+def test_the_row_of_a_part_without_pytests_summary_has_the_last_line_of_its_log(checkout):
     (checkout / "bin/make").write_text("#!/bin/sh\necho one\necho 'make: *** No rule'\nexit 2\n")
     done = run(checkout, "check")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""tools/fuzz-environment with a fake pip: which results are failures, and when it starts afresh."""
+"""Test tools/fuzz-environment with a fake pip: which results are failures, and when it rebuilds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_environment_is_created_once(checkout: Checkout) -> None:
     "fail",
     [
         "THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE",
-        "No matching distribution found for atheris==3",  # also if the index cannot be reached
+        "No matching distribution found for atheris==3",  # also if the index is unreachable
     ],
 )
 def test_an_installation_that_fails_is_a_failure(checkout: Checkout, fail: str) -> None:

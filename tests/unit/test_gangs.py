@@ -1,4 +1,4 @@
-"""Containers with several GPUs on a virtual clock: granted together, in their shares, and never waiting for each other.
+"""Test gangs on a virtual clock: they get their shares, and never wait for each other.
 
 Programs are modelled as the gate sees them. A rank is a container on one GPU. It starts a piece
 of work while it has a grant that is fresh or into which half of the piece fits. A piece that was
@@ -222,8 +222,8 @@ def test_gangs_whose_gpus_are_granted_one_by_one_wait_for_each_other(library):
         assert node.longest > 100 * MS
 
 
-def test_one_thread_that_launches_on_all_gpus_in_turn(library):
-    """Half of a collective may begin at the very end of a turn. The other half follows immediately."""
+def test_a_thread_that_launches_on_all_gpus_in_turn_causes_no_long_spin(library):
+    """Half of a collective may begin at the very end of a turn. The other half follows at once."""
     pair = [
         GangProgram((0, 1), 45, ordered=True),
         GangProgram((0, 1), 45, work=700_000, ordered=True),
@@ -253,7 +253,7 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
             assert min(node.share(program)) > program.quota - 3
 
 
-def test_a_gang_does_not_wait_for_a_gpu_that_is_steered_now(library):
+def test_a_gang_does_not_wait_for_a_gpu_that_becomes_steered(library):
     """The GPU's arbiter is not stepped, so its last answer to the gangs would never change."""
     programs = [
         GangProgram((0, 1), 45, meet=0), GangProgram((1,), 45), GangProgram((0,), 50), GangProgram((0, 1), 10),
@@ -308,12 +308,12 @@ def test_two_containers_that_become_gangs_at_the_same_time_do_not_deadlock(libra
     pair = [GangProgram((0, 1), 45, 100), GangProgram((0, 1), 45, 100)]
     with ExitStack() as stack:
         node = GangNode(library, stack, pair, together=True)
-        away = [node.ranks[1], node.ranks[2]]  # the first is on GPU 0 alone, the second on 1
+        away = [node.ranks[1], node.ranks[2]]  # each container first uses only one of the GPUs
         for rank in away:
             rank.ready = 300 * MS
             rank.left = 0
         node.play(S)
-        assert node.longest < 310 * MS  # a program that meets a sleeping one waits for it
+        assert node.longest < 310 * MS  # a rank spins until its sleeping counterpart starts
         assert min(node.rounds(program) for program in pair) > 400
 
 
@@ -391,9 +391,9 @@ def test_any_mix_gets_its_shares_without_long_waits(library, programs):
 
 
 def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
-    """A turn that cuts grants short waits for their work on one GPU after the other.
+    """If turns cut grants short, they wait for the work on one GPU after the other.
 
-    That took 4 ms, and 8 % less work was done.
+    In a measurement that took 4 ms, and 8 % less work was done.
     """
     gang = GangProgram((0, 1), 30)
     hogs = [GangProgram((0,), 60, work=2 * MS), GangProgram((1,), 60, work=3 * MS // 2)]

@@ -1,4 +1,4 @@
-"""Generated files: a check notices any change of them, and CONTRIBUTING.md lists all generators."""
+"""Generated files: a check detects any change to them, and CONTRIBUTING.md lists all generators."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ GENERATED = {
     "dashboard": ("packaging/grafana/tidegate.json",),
     "rules of the hook": ("docs/reference/hook-rules.md",),
 }
-"""The files of each check with --check."""
+"""For each check with --check, the generated files that it compares."""
 COMPARED_BY_A_TEST = ["-m bench.quota_pictures"]  # test_bench_quota_pictures.py
 ELSEWHERE = {"CUDA headers": "-m tools.cuda_headers"}
-"""Checks with --check that need more than the files, and their generators; test_cuda_headers.py
-tests these.
+"""Checks with --check that need more than the tree, with their generators. test_cuda_headers.py
+tests them.
 """
 SAYS_SO = re.compile(
     r"(?:[Ww]ritten|[Gg]enerated) by (?:`python|the protocol buffer|the gRPC|tools/|python )"
@@ -49,7 +49,7 @@ def files_of(root: Path, name: str) -> list[Path]:
 def spoil(path: Path) -> None:
     """Change one letter of what is generated."""
     text = path.read_text()
-    # The page has tables between marks in a text that is written by hand.
+    # This page is written by hand, except for tables between marks.
     begin = text.find("bench.scale docs -->") if path.name == "scale.md" else len(text) // 2
     at = text.find("e", begin + 20) if text.find("e", begin + 20) >= 0 else text.find("e")
     path.write_text(text[:at] + "X" + text[at + 1 :])

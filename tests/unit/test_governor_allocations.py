@@ -1,4 +1,4 @@
-"""Test the allocation table: completed quotas, chosen GPUs, and refusals that state the shortage."""
+"""Test how quotas are completed, GPUs are chosen, and refusals state what is short."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_count_takes_that_many_gpus_or_none() -> None:
     assert chosen(allocations, "c", memory=FREE, compute=100, count=2) == [0, 2]
 
 
-def test_devices_are_named_by_index_or_uuid_in_the_order_wanted() -> None:
+def test_devices_are_named_by_index_or_uuid_and_keep_the_requested_order() -> None:
     devices = gpus(3)
     allocations = AllocationTable(devices, Config())
     assert chosen(allocations, "a", memory="2Gi", devices=f"{devices[2].uuid},0") == [2, 0]
@@ -283,7 +283,7 @@ def test_a_container_is_refused_where_its_strategy_is_missing(
         AllocationTable(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
 
 
-def test_claims_and_strategies() -> None:
+def test_a_claim_is_refused_on_a_gpu_with_another_strategy() -> None:
     allocations = AllocationTable(gpus(3), BOTH)
     devices = allocations.devices
 
@@ -353,7 +353,7 @@ def test_a_closed_gpu_takes_no_container_and_keeps_its_own() -> None:
 
 
 def with_nodes(n: int) -> AllocationTable:
-    """Return an allocation table of GPUs with device nodes numbered in reverse."""
+    """Return an allocation table of GPUs whose device nodes are numbered in reverse order."""
     devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
     return AllocationTable(devices, Config())
 
@@ -392,7 +392,7 @@ def test_a_gpu_without_its_node_is_refused(
     assert all(gpu["containers"] == 0 for gpu in allocations.describe()["gpus"])
 
 
-def test_unknown_device_nodes_restrict_nothing() -> None:
+def test_gpus_whose_device_nodes_are_unknown_are_not_restricted() -> None:
     allocations = AllocationTable(gpus(2), Config())
     assert (
         allocations.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index
@@ -400,7 +400,7 @@ def test_unknown_device_nodes_restrict_nothing() -> None:
     )
 
 
-# ---- more memory than there is ----
+# ---- overbooked memory ----
 
 OVERBOOKED = Config(memory=MemoryOptions(overbook=2.0, host=100 * GIB))
 
@@ -431,7 +431,9 @@ def test_no_container_gets_more_than_the_gpu_has() -> None:
         ({"capabilities": "all"}, 1),
     ],
 )
-def test_a_container_that_is_never_parked_has_its_memory(annotations, count) -> None:
+def test_the_memory_of_a_container_that_is_never_parked_is_not_overbooked(
+    annotations, count
+) -> None:
     allocations = AllocationTable(gpus(count), OVERBOOKED)
     quota, _ = allocations.admit("a", ask(memory="10Gi", **annotations))
     assert not quota.parking
@@ -451,7 +453,7 @@ def test_clients_of_an_mps_server_are_never_parked() -> None:
     assert not quota.parking
 
 
-def test_the_host_has_room_for_all_that_may_be_parked() -> None:
+def test_host_memory_must_suffice_for_all_memory_that_may_be_parked() -> None:
     config = Config(memory=MemoryOptions(overbook=2.0, host=20 * GIB))
     allocations = AllocationTable(gpus(2), config)
     allocations.admit("a", ask(memory="8Gi"))

@@ -1142,8 +1142,8 @@ def test_with_mps_work_that_ends_beside_other_work_is_charged_as_predicted(
 ) -> None:
     """Kernels of two containers that run at the same time both take longer.
 
-    Once in a while a process asks the others to wait for the end of its work, and is then charged
-    for all of it. It does not do so four times in a row.
+    Occasionally a process asks the others to wait for the end of its work, and is then charged for
+    all of it. It does not do so four times in a row.
     """
     charged = []
     for n in range(4):
@@ -1158,8 +1158,8 @@ def test_with_mps_work_that_ends_beside_other_work_is_charged_as_predicted(
 def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
     node: MemoryNode,
 ) -> None:
-    """A late end next to other containers' work proves nothing, so once in a while the others are
-    made to wait for the end.
+    """A late end next to other containers' work proves nothing, so occasionally the others are made
+    to wait for the end.
     """
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(20_000_000, 1, s); driver.call('cuCtxSynchronize')")

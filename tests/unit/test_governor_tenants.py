@@ -1,4 +1,4 @@
-"""Test attacks by root in a container on its own socket: they affect only that container.
+"""Test attacks by root in a container on the container's socket: no other container is affected.
 
 The governor runs on a thread of this process, so its descriptors are in this process.
 """
@@ -92,7 +92,7 @@ s.connect(sys.argv[1])
 s.detach()
 """
 
-# The program prints nothing if the pid stays taken: a fork on another processor may have got it.
+# The program prints nothing if the PID stays in use: a fork on another CPU may have taken it.
 NUMBERED = """
 import os, sys
 for _ in range(20):
@@ -146,9 +146,9 @@ def test_the_number_of_silent_connections_is_limited(
         for s in silent:
             s.connect(path)  # waits while the backlog is full
         begun = time.monotonic()
-        listed(governor)  # all were accepted before this one
+        listed(governor)  # all of them are accepted before this request
         wait_for(lambda: descriptors() - before < 100)
-        assert time.monotonic() - begun < 30  # it is not a timeout that closes them
+        assert time.monotonic() - begun < 30  # they were not closed by a timeout
     # The container can use its socket again.
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(path)
@@ -158,7 +158,7 @@ def test_the_number_of_silent_connections_is_limited(
 
 
 def test_registrations_are_paced(governor: GovernorThread, path: str) -> None:
-    """Each registration is a row in the database and lines in the log."""
+    """Each registration writes a row to the database and lines to the log."""
     begun = time.monotonic()
     rounds = 0
     while time.monotonic() < begun + 4:
@@ -185,8 +185,9 @@ while True:
 
 @pytest.mark.parametrize("says", ["", "r", "a"])
 def test_a_process_that_connects_in_a_loop_does_not_affect_others(
-    # The capture comes first and so ends last: the governor's thread still writes lines while it
-    # stops, and a file that another thread closes during a write corrupts the interpreter's memory.
+    # The capture is set up first, and so ends last: the governor's thread still writes lines while
+    # it stops, and a file that another thread closes during a write corrupts the interpreter's
+    # memory.
     capfd: pytest.CaptureFixture[str], governor: GovernorThread, path: str, says: str
 ) -> None:  # fmt: skip
     begun = time.monotonic()
@@ -200,7 +201,7 @@ def test_a_process_that_connects_in_a_loop_does_not_affect_others(
         lines = capfd.readouterr().out.splitlines()
         seconds = time.monotonic() - begun
         said = [line for line in lines if "process-" in line]
-        # Of each kind there may be 64 lines, and one more a second, with a few to spare.
+        # At most 64 lines of each kind, and one more a second, with a margin.
         assert len(said) <= 3 * (64 + 7 + seconds)
         assert asked > 20
     finally:

@@ -72,7 +72,7 @@ def test_an_allowance_is_the_quota_libraries_and_a_part_of_a_context() -> None:
     assert allowed_memory(8 * GIB, 520 * MIB) == 8 * GIB + 258 * MIB
 
 
-def test_memory_over_the_quota_is_reported_after_a_second_and_once() -> None:
+def test_memory_over_the_quota_is_reported_once_after_a_second() -> None:
     play = Play()
     play.looks(HONEST, S)
     begin = play.now
@@ -109,7 +109,7 @@ def test_occasional_wrong_samples_are_no_violation() -> None:
 def test_memory_beyond_the_quota_adds_up_over_bursts(
     held: int, on: int, off: int, within: int
 ) -> None:
-    """A program could free the memory each time before it held it for a second."""
+    """Otherwise a program could free the memory each time before it has held it for a second."""
     play = Play()
     play.looks(HONEST, S)
     begin = play.now
@@ -156,7 +156,7 @@ def test_many_samples_at_once_count_as_one() -> None:
     assert play.told == []
 
 
-def test_two_samples_far_apart_count_as_two() -> None:
+def test_the_time_between_samples_far_apart_is_no_evidence() -> None:
     play = Play()
     for _ in range(3):
         play.look(replace(HONEST, memory={7: 2 * GIB}), 10 * S)
@@ -170,7 +170,7 @@ def test_an_unregistered_process_is_reported_after_half_a_second() -> None:
     assert play.look(stranger) == []
     assert play.look(stranger) == [(UNREGISTERED, True)]
     assert play.episodes == [Episode(UNREGISTERED, "GPU-0", 9, 5, 0)]
-    # If another process takes its place, the same violation goes on.
+    # If another process takes its place, the same violation continues.
     play.looks(replace(stranger, unregistered=frozenset({10})), 3 * S)
     play.looks(HONEST, S)
     assert [(kind, began) for kind, began, _ in play.told[1:]] == [(UNREGISTERED, False)]
@@ -191,7 +191,7 @@ def test_work_without_a_grant_is_reported_within_two_seconds() -> None:
     assert play.told[-1][2] - end <= WORKLESS_NS + LOOK
 
 
-def test_a_container_that_continues_without_a_grant_is_reported_within_two_seconds() -> None:
+def test_a_container_that_works_on_without_a_grant_is_reported_within_two_seconds() -> None:
     play = Play()
     play.looks(HONEST, 5 * S)  # the container is not idle: it has grants
     begin = play.now
@@ -256,7 +256,10 @@ def test_a_container_with_occasional_grants_is_not_accused(work_every: int) -> N
 
 
 def test_a_violation_of_compute_outlasts_a_freeze() -> None:
-    """A frozen container does nothing; its work after the thaw continues the same violation, or the violation ends."""
+    """A frozen container does nothing.
+
+    Its work after the thaw continues the same violation; without such work the violation ends.
+    """
     play = Play()
     play.idle(3 * S)
     play.idle(2 * S, percent=99)
@@ -320,7 +323,7 @@ def test_no_single_sample_is_a_violation(looks: list[Facts]) -> None:
     assert play.told == []
 
 
-def test_freezing_doubles_up_to_its_longest() -> None:
+def test_the_duration_of_a_freeze_doubles_up_to_a_maximum() -> None:
     times = [next_freeze(None)]
     while len(times) < 8:
         times.append(next_freeze(times[-1]))
@@ -328,7 +331,7 @@ def test_freezing_doubles_up_to_its_longest() -> None:
     assert LONGEST_S == 32
 
 
-def test_findings_are_bounded_and_plain() -> None:
+def test_findings_are_bounded_and_described_as_plain_values() -> None:
     findings = Findings(2)
     for i in range(2 * MAX_EPISODES):
         findings.add(Episode(MEMORY, "GPU-1", i, 2, 1, began=1.23456, ended=2.0))

@@ -174,7 +174,7 @@ def test_the_state_and_the_history_show_where_memory_is(
     play(scene)
 
 
-def test_the_history_is_returned_from_a_step_on(play: Callable[[Scene], None]) -> None:
+def test_the_history_after_a_given_step_is_returned(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit("one")
         empty = await document(world, "/api/v1/history")
@@ -295,7 +295,7 @@ def test_the_policy_allows_only_the_pages_own_content(play: Callable[[Scene], No
     play(scene)
 
 
-def test_the_page_is_made_of_all_files_of_its_directory() -> None:
+def test_the_page_consists_of_all_files_of_its_directory() -> None:
     page = web.read_page()
     files = sorted(path.name for path in web.PAGE.iterdir())
     assert files == ["charts.js", "data.js", "page.css", "page.html", "page.js", "text.js"]
@@ -328,7 +328,9 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
         "localhost", "LOCALHOST", "localhost:9465", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:9465",
     ],
 )  # fmt: skip
-def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) -> None:
+def test_a_request_that_names_this_machine_is_answered(
+    play: Callable[[Scene], None], host: str
+) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
             status, _, _ = await get(world, target, f"Host: {host}\r\n".encode())
@@ -349,7 +351,7 @@ def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) 
         b"Host: tidegate\r\n", b"X-Forwarded-Host: localhost\r\nHost: evil.example\r\n",
     ],
 )  # fmt: skip
-def test_a_request_for_another_name_gets_nothing(
+def test_a_request_for_another_host_name_is_refused(
     play: Callable[[Scene], None], head: bytes
 ) -> None:
     """An attacker's DNS server can make its own name resolve to this machine."""
@@ -500,11 +502,11 @@ def test_a_violation_has_a_reason(episode: Episode, reason: str) -> None:
         ({"pod": "p" * 1000}, "p" * 128),
     ],
 )
-def test_the_name_of_a_container_as_text(identity: dict[str, str], name: str) -> None:
+def test_the_name_of_a_container_is_shown_as_text(identity: dict[str, str], name: str) -> None:
     assert find_name("", "", identity).whole == name
 
 
-def test_names_are_looked_up_once_and_a_failure_ends_nothing(
+def test_names_are_looked_up_once_and_a_failure_does_not_end_the_task(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -545,7 +547,7 @@ def test_the_socket_is_for_root_and_its_group(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []  # noqa: PTH208
 
 
-def test_a_port_of_this_machine(tmp_path: Path) -> None:
+def test_the_page_is_served_on_a_port_of_this_machine(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

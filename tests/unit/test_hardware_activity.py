@@ -1,4 +1,7 @@
-"""Test the charge of a process under hardware scheduling: its work by NVML's samples, which arrive later."""
+"""Test the charge of a process under hardware scheduling.
+
+It is the process's work according to NVML's samples, which arrive later.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def test_a_process_that_is_alone_is_charged_its_work(part):
     assert sum(charged) == pytest.approx(part * 3000, abs=3 * 11)
 
 
-def test_an_idle_process_is_charged_hardly_anything_in_the_end():
+def test_a_process_that_becomes_idle_is_charged_almost_nothing_after_a_while():
     charged = alone(lambda ms: float(ms < 1000))
     assert sum(charged[125:]) < 10  # one percent, which NVML may not have reported
 
@@ -90,7 +93,7 @@ def test_no_process_is_given_back_more_than_it_was_charged():
     charged = alone(lambda ms: float(1000 <= ms < 1200), until=3000)
     totals = list(itertools.accumulate(charged))
     assert min(totals) >= 0
-    assert totals[-1] == pytest.approx(200 + 28, abs=15)  # a percent more, as NVML rounds down
+    assert totals[-1] == pytest.approx(200 + 28, abs=15)  # one percent more, as NVML rounds down
 
 
 def halves():

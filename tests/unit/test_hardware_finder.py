@@ -13,7 +13,7 @@ from governor.hardware.finder import BURST_S, COST, NEW_S, Finder
 
 
 class FinderWorld:
-    """Processes by pid. The test sets what each has on the GPU."""
+    """Processes by PID. The test sets the contexts that each has on the GPU."""
 
     def __init__(self):
         self.has = {}
@@ -21,7 +21,7 @@ class FinderWorld:
         self.told = []
         self.takes_s = 0.0  # processor time of a search
         self.waits_s = 0.0
-        self.may_end = threading.Event()  # a search ends once it is set
+        self.may_end = threading.Event()  # a search ends only once this is set
         self.may_end.set()
         self.fails = None
 
@@ -102,7 +102,7 @@ def test_repeated_registration_does_not_cause_more_searches(world):
 
 
 def test_a_search_that_waits_for_the_driver_hardly_postpones_the_next(world):
-    """Where only its duration counted, the next search would be COST times 0.5 s later."""
+    """If the whole duration counted, the next search would be COST times 0.5 s later."""
     world.waits_s = 0.5
     enter(world, 11)
     wait_for(lambda: world.told)
@@ -114,7 +114,7 @@ def test_a_search_that_waits_for_the_driver_hardly_postpones_the_next(world):
 
 def test_the_counts_are_read_less_often_once_no_process_is_new(world):
     world.finder._ended.set()
-    world.finder._thread.join()  # from here on, the test takes its steps
+    world.finder._thread.join()  # from here on, the test makes the thread's steps
     says = [0]
     now = time.monotonic()
     enter(world, 11, lambda: says[0])
@@ -129,7 +129,7 @@ def test_the_counts_are_read_less_often_once_no_process_is_new(world):
     assert not world.finder._is_quiet
 
 
-def test_a_process_that_the_trace_shows_ends_a_long_interval(world, monkeypatch):
+def test_a_long_interval_ends_when_the_trace_shows_a_process(world, monkeypatch):
     monkeypatch.setattr("governor.hardware.finder.NEW_S", 0.0)
     monkeypatch.setattr("governor.hardware.finder.QUIET_S", 600.0)
     enter(world, 11, lambda: 0)
@@ -195,11 +195,11 @@ def test_a_container_that_causes_constant_searches_delays_no_other(world):
     assert world.looks.index((11, False)) <= n + 1  # after the search that was in progress
     time.sleep(1.0)
     took = len([pid for pid, _ in world.looks if pid != 11]) * world.takes_s
-    # A search costs a little more than its processor time, so this is the upper bound.
+    # A search costs a little more than its processor time, so this is an upper bound.
     assert took <= BURST_S + world.takes_s + (time.monotonic() - begin) / COST
 
 
-def test_a_container_whose_processes_start_together_has_them_all_found_at_once(world):
+def test_processes_of_a_container_that_start_together_are_all_found_at_once(world):
     world.takes_s = 0.007
     for pid in range(100, 108):
         world.has[pid] = ["a context"]

@@ -194,9 +194,9 @@ def test_compensation_is_limited_to_the_time_that_calls_take():
 @pytest.mark.parametrize(
     ("spans", "more_us"),
     [
-        (((0, 30), (1, 31)), 500),  # by half
+        (((0, 30), (1, 31)), 500),  # compensated by half
         (((0, 30), (0, 30)), 0),
-        (((0, 30), (-99, -69)), 0),  # not of the same window
+        (((0, 30), (-99, -69)), 0),  # spans of different windows
         (((-300, -270), (-299, -269)), 0),  # long ago
         (((0, 30), (0, 0)), 0),  # not switched yet
     ],
@@ -285,7 +285,7 @@ class TwoGpuNode:
         self.used: list[dict[int, int]] = [{}, {}]
         self.on_since: list[dict[int, int]] = [{}, {}]
         self.spans: list[dict[int, tuple[int, int]]] = [{}, {}]
-        self.worked = dict.fromkeys(self.gangs, 0)  # time for which all GPUs of a gang worked on it
+        self.worked = dict.fromkeys(self.gangs, 0)  # time for which all GPUs of a gang did its work
         self.now = 0
 
     def _advance(self, n, until):

@@ -137,7 +137,7 @@ def run(shares, contexts, seconds=6, warm=2, grain=PERIOD):
 # ---- guarantees and caps ----
 
 
-def test_guarantees_are_weights_and_nothing_is_left_idle():
+def test_guarantees_are_weights_and_no_time_is_left_idle():
     r = run(
         {1: Share(0.45, 1), 2: Share(0.3, 1), 3: Share(0.15, 1)},
         {1: endless(), 2: endless(), 3: endless()},
@@ -248,7 +248,7 @@ class OnAndOff(VirtualContext):
 )
 def test_a_neighbour_that_works_in_bursts_takes_nothing_from_a_guarantee(share, cycle, busy, phase):
     """Time that a container had while its neighbour was idle must not count against it for longer
-    than that.
+    than the neighbour was idle.
     """
     shares = {1: Share(share, share), 2: Share(1 - share, 1 - share)}
     r = run(shares, {1: endless(), 2: OnAndOff(cycle, busy, phase)}, 8)
@@ -375,8 +375,8 @@ class FullOrTiny(OnAndOff):
 
 @pytest.mark.parametrize("phase", [0, 50])
 def test_turns_that_sometimes_end_early_gain_a_container_no_further_turns(phase):
-    """If turns that sometimes end early gain a container more turns, one of 5 % takes 20 %, and
-    leaves a neighbour 36 of its 55 %.
+    """If they did, a container with a guarantee of 5 % would take 20 %, and leave a neighbour 36 of
+    its 55 %.
     """
     shares = {
         0: Share(0.1, 1, latency=True),
@@ -395,8 +395,8 @@ def test_turns_that_sometimes_end_early_gain_a_container_no_further_turns(phase)
 
 
 def test_several_groups_of_a_container_do_not_use_up_the_guarantees_of_others():
-    """If the policy ignored the number of groups, a container of 70 % would get 51 % next to one of
-    20 % with four processes and a service.
+    """If the policy ignored the number of groups, a container with a guarantee of 70 % would get
+    51 % next to a service and a container of 20 % with four processes.
 
     A third of the GPU would be lost to switches.
     """
@@ -443,7 +443,7 @@ def test_a_container_at_its_cap_does_not_owe_idle_time():
     for i, share in enumerate([Share(0.3, 0.3), Share(0.3, 0.3), Share(0.4, 1)]):
         policy.add(i, share, 0)
     now = 0
-    for _ in range(30):  # two of them reach their caps, and the GPU is idle for the rest
+    for _ in range(30):  # two of them reach their caps, and then the GPU is idle
         policy.step(now + 60 * MS, {0: 30 * MS, 1: 30 * MS})
         now += PERIOD
         policy.step(now, {})
@@ -467,8 +467,8 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     for now in range(0, 6000, 10):
         settings, _ = policy.step(now * MS, used, {1: 1, 2: 4})
         slices.append(settings[1].slice_ns)
-        # This is the part of 10 ms that is left for work with turns of that length, for each
-        # container.
+        # For each container, this is the part of 10 ms that is left for work with turns of that
+        # length.
         turns = {1: settings[1].slice_ns, 2: settings[2].slice_ns / 4}
         part = {i: turn / (turn + TURN_COST) for i, turn in turns.items()}
         on = [i for i in (1, 2) if settings[i].on]
@@ -489,7 +489,7 @@ def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
     assert settings[1].slice_ns + TURN_COST < 10 * MS
 
 
-def test_time_that_driver_calls_cut_off_a_cap_is_made_up_later():
+def test_time_below_a_cap_that_is_lost_to_driver_calls_is_made_up_later():
     """A turn that ends some ms early or late makes no difference over a second."""
     shares = {1: Share(0.45, 0.45), 2: Share(0.3, 0.3), 3: Share(0.15, 0.15)}
     r = run(shares, {i: endless() for i in shares})
@@ -579,7 +579,7 @@ def test_services_beside_each_other_wait_as_without_steering(n, mean_ms, guarant
     ("n", "mean_ms", "guarantee"), [(8, 20, 0.1), (8, 20, 0.12), (16, 40, 0.06)]
 )
 def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
-    """Requests take 80 %, and context changes come on top.
+    """Requests take 80 %, and context switches come on top.
 
     If services were switched off, their queues would grow.
     """
@@ -640,7 +640,7 @@ def test_requests_beside_three_training_jobs_wait_hardly_longer_and_the_jobs_los
     rest = sum(r.used[i] for i in (2, 3, 4))
     assert (
         rest + r.used[1] >= 97
-    )  # a hundred changes of the context a second, and those of the turns
+    )  # a hundred context switches a second, and those for the turns
     assert [100 * r.used[i] / rest for i in (2, 3, 4)] == pytest.approx([37.5, 37.5, 25], abs=1.5)
     # One of the three is on at a time, with a short slice.
     for setting in r.settings:
@@ -742,7 +742,7 @@ def test_a_container_that_always_has_work_is_not_first():
     assert not policy.is_first(2)
 
 
-# ---- coming and going ----
+# ---- containers that are added and removed ----
 
 
 def test_a_newcomer_is_on_from_its_first_step():
@@ -766,7 +766,7 @@ def test_no_slice_is_longer_than_a_period():
         assert max(one.slice_ns for one in setting.values()) <= PERIOD
 
 
-def test_a_container_that_slept_has_saved_nothing():
+def test_a_container_that_slept_has_no_credit():
     policy = Policy(0)
     policy.add(1, Share(0.3, 0.3), 0)
     policy.add(2, Share(0.6, 0.6), 0)
@@ -835,7 +835,7 @@ def test_an_overcharge_is_no_debt_and_its_correction_no_credit():
     policy.add(1, Share(0.1, 0.1), 0)
     policy.step(PERIOD, {1: MS})
     # The container is alone, and on the GPU all the time; how long it worked in that time is known
-    # later.
+    # only later.
     assert not policy.step(PERIOD * 2, {1: PERIOD})[0][1].on
     assert policy.step(PERIOD * 2 + MS, {1: -PERIOD})[0][1].on
     assert policy.step(PERIOD * 2 + 9 * MS, {1: 8 * MS})[0][1].on
@@ -867,7 +867,7 @@ def test_a_container_whose_search_found_nothing_incurs_a_debt_from_then_on():
     assert not policy.step(PERIOD * (last + 1), {1: PERIOD}, {1: 0})[0][1].on
 
 
-def test_a_clock_that_goes_back_takes_nothing_back():
+def test_a_clock_that_goes_back_switches_no_container_off():
     policy = Policy(S)
     policy.add(1, Share(0.3, 0.3), S)
     policy.step(S + MS, {1: MS})
@@ -953,7 +953,9 @@ class Pauses(VirtualContext):
 def test_work_shorter_than_its_context_switches_does_not_use_guarantees_of_others(
     latency,
 ):
-    """Units of 50 us: each takes two context changes, and a container with priority gets them at once."""
+    """Each unit of 50 us takes two context switches, and a container with priority gets them at
+    once.
+    """
     shares = {1: Share(0.1, 1, latency=latency), 2: Share(0.45, 1), 3: Share(0.45, 1)}
     result = run(shares, {1: Pauses(50, 300), 2: endless(), 3: endless()})
     assert 1 < result.used[1] < 5
@@ -966,7 +968,7 @@ def test_work_shorter_than_its_context_switches_does_not_use_guarantees_of_other
     ids=["even", "full", "one larger", "two sizes"],
 )
 def test_many_containers_that_always_have_work_are_left_to_their_slices(shares):
-    """The time that each container is owed varies by a turn, which lets none of them enter the
+    """The time that each container is owed varies by a turn, which must not move any of them to the
     first rank.
     """
     given = {i: Share(share, share) for i, share in enumerate(shares)}
@@ -989,7 +991,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 
 
 def test_a_container_that_was_off_for_long_is_capped_when_it_is_on_again():
-    """A late step leaves the container on for a whole period, which makes a debt of two seconds.
+    """A late step leaves the container on for a whole period: it then owes two seconds.
 
     The time for which it is off because of the debt does not count as idle.
     """

@@ -1,4 +1,4 @@
-"""The probe of the driver calls' effect: on the simulated GPU, and with calls that have none."""
+"""Test the probe of the driver calls' effect, on the simulated GPU and with calls without one."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def run_probe(
     others: Sequence[set[int]] = (),
     is_ending: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Test the GPU; `others` has the pids of other processes that compute on it, look by look.
+    """Test the GPU; `others` has the PIDs of other processes that compute on it, for each check.
 
-    On a busy machine, the processes of the test may have to wait for a CPU. It is then repeated.
+    On a busy machine, the processes of the test may have to wait for a CPU. The test is then
+    repeated.
     """
     where = hardware or gpu.hardware, library or gpu.library, uuid or gpu.uuid
     for n in range(1, N_TRIES + 1):
@@ -80,7 +81,7 @@ def run_probe(
 
 
 class Broken:
-    """Hardware with one call that is replaced."""
+    """Hardware with one call replaced."""
 
     def __init__(self, hardware: SimulatedHardware, name: str, value: object) -> None:
         self._hardware = hardware
@@ -144,7 +145,7 @@ def test_a_missing_effect_beside_another_process_proves_nothing(gpu: SimpleNames
 def test_nothing_is_concluded_if_the_processes_were_ended(
     gpu: SimpleNamespace, error: Exception
 ) -> None:
-    """A service manager may end them at the same time as the governor."""
+    """A service manager may end these processes at the same time as the governor."""
 
     class Ending:
         def find(self, pid: int, _: int) -> None:
@@ -172,7 +173,7 @@ def test_a_test_ends_with_the_governor(gpu: SimpleNamespace) -> None:
         run_probe(gpu, is_ending=lambda: next(ending))
 
 
-# ---- when it is made, and what follows ----
+# ---- when the test is made, and what follows from its result ----
 
 
 def test_results_hold_for_a_gpu_a_driver_and_this_test(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_a_result_that_cannot_be_kept_counts_until_the_governor_ends(node: Openi
     assert node.probed == 1
 
 
-# ---- which GPUs it concerns ----
+# ---- which GPUs are tested ----
 
 
 @pytest.mark.parametrize(

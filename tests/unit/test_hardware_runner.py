@@ -189,7 +189,7 @@ def hardware(request, gpu, tmp_path):
         hardware = RemoteHardware("GPU-played", str(path))
         yield hardware
         hardware.close()
-        thread.join(10)  # with its last session
+        thread.join(10)  # it ends with its last session
         assert not thread.is_alive()
 
 
@@ -246,7 +246,7 @@ def test_a_process_is_searched_again_only_when_it_has_more_contexts(runner, gpu)
     assert wait_for_last_search(gpu, most=before + 1) == before + 1
 
 
-def test_the_charged_time_is_that_of_the_gpus_trace(runner, gpu):
+def test_the_charged_time_comes_from_the_gpus_trace(runner, gpu):
     container = StubContainer(runner, 60, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -379,8 +379,8 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
 
 @pytest.fixture
 def tried(build_dir, gpu):
-    """A runner that tries again 0.1 s after a failure, and what its attempts to open the GPU are
-    tested with: their times, the errors that the next ones raise, and the event that they wait for.
+    """A runner that tries again 0.1 s after a failure, with three objects for the attempts to open
+    the GPU: their times, the errors that the next ones raise, and the event that they wait for.
     """
     opened = []
     refusals = []
@@ -618,7 +618,7 @@ class Turns:
 
 
 def test_a_container_with_a_steered_gpu_keeps_its_turns_on_another_one(build_dir, gpu):
-    """As long as grants divide both, it has its turns on both at once."""
+    """As long as grants divide the time of both GPUs, it has its turns on both at once."""
     library = load_library(build_dir / "libcontrol")
     grants = Runners(library, Config())
     together = GangCoordinator(grants)

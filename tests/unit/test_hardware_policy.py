@@ -480,7 +480,7 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
 
 
 @pytest.mark.parametrize("wanted", [(70, 30), (80, 20), (90, 10), (40, 30)])
-def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
+def test_the_larger_of_two_containers_waits_less_than_10_ms(wanted):
     """If the container has only occasional work, it waits for one turn of the other, whatever the other launches."""
     policy = Policy(0)
     for i, w in enumerate(wanted):
@@ -991,7 +991,8 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 
 
 def test_a_container_that_was_off_for_long_is_capped_when_it_is_on_again():
-    """A late step leaves the container on for a whole period: it then owes two seconds.
+    """A late step leaves the container on for a whole period, and with a debt of two
+    seconds.
 
     The time for which it is off because of the debt does not count as idle.
     """

@@ -339,7 +339,7 @@ def test_a_driver_that_refuses_a_call_in_the_test_fails_it(node: Openings) -> No
 
 
 @pytest.mark.parametrize("scheduling", ["auto", "hardware"])
-def test_a_test_that_the_end_of_the_governor_cuts_short_steers_nothing(
+def test_a_test_cut_short_by_the_end_of_the_governor_steers_nothing(
     node: Openings, scheduling: str
 ) -> None:
     node.result = NotProbedError("the governor ends")
@@ -348,7 +348,7 @@ def test_a_test_that_the_end_of_the_governor_cuts_short_steers_nothing(
     assert node.closed == 1
 
 
-def test_a_gpu_is_tested_when_few_enough_others_are(node: Openings) -> None:
+def test_the_number_of_gpus_that_are_tested_at_once_is_limited(node: Openings) -> None:
     """Otherwise the processes of the tests would wait for processors."""
     maker = node.maker("auto")
     maker.turns = threading.Semaphore(0)

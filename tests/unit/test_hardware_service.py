@@ -90,8 +90,8 @@ def switch_off(
     """Switch the process with work off, report `n_reports` times that the governor is alive, and
     check that the process is off.
 
-    After a second of silence the watchdog switches it on. If a busy machine may have caused such a
-    silence, this is repeated.
+    After a second of silence the watchdog switches the process on. If a busy machine may have
+    caused such a silence, the attempt is repeated.
     """
     held = find(node, hardware)
     for _ in range(5):
@@ -141,7 +141,7 @@ def test_a_governor_that_is_silent_leaves_nothing_off_for_long(node: SimpleNames
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware, n_reports=15)  # for longer than the watchdog waits
     wait_for(lambda: not is_off(node))
-    switch_off(node, hardware, announces=False, n_reports=1)  # it reports again
+    switch_off(node, hardware, announces=False, n_reports=1)  # the governor reports again
     hardware.close()
 
 
@@ -163,7 +163,7 @@ def is_stopped(pid: int) -> bool:
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
 
-def test_a_service_that_hangs_is_not_waited_for(node: SimpleNamespace) -> None:
+def test_a_call_to_a_service_that_hangs_times_out(node: SimpleNamespace) -> None:
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware)
     sock = hardware._channel._socket
@@ -173,7 +173,7 @@ def test_a_service_that_hangs_is_not_waited_for(node: SimpleNamespace) -> None:
     wait_for(lambda: is_stopped(node.service.pid))
     with pytest.raises(TimeoutError, match="the steering service does not answer"):
         hardware.used_ns()
-    wait_for(lambda: not is_off(node))  # by the watchdog, which is a separate process
+    wait_for(lambda: not is_off(node))  # switched on by the watchdog, a separate process
     hardware.close()
 
 
@@ -235,7 +235,7 @@ def connect(node: SimpleNamespace) -> Channel:
     return Channel(sock, 10)
 
 
-def test_a_gpu_that_is_not_there_is_refused(node: SimpleNamespace) -> None:
+def test_a_gpu_that_does_not_exist_is_refused(node: SimpleNamespace) -> None:
     with pytest.raises(OSError, match="the steering service has ended"):
         RemoteHardware("GPU-00000000-0000-0000-0000-000000000000", node.path)
     assert node.service.poll() is None
@@ -268,7 +268,7 @@ def test_an_invalid_first_message_ends_only_its_connection(node: SimpleNamespace
 def test_another_user_is_not_answered(node: SimpleNamespace) -> None:
     if os.geteuid():
         lack("needs root")
-    Path(node.path).chmod(0o666)  # its mode keeps other users away already
+    Path(node.path).chmod(0o666)  # otherwise the mode alone keeps other users away
     for directory in Path(node.path).parents:
         directory.chmod(directory.stat().st_mode | 0o011)
     program = (
@@ -322,7 +322,7 @@ def test_a_passed_socket_is_served_until_the_last_session_ends(
             assert not is_off(node)
 
 
-def test_the_service_managers_socket_is_found_by_its_variables(
+def test_a_socket_that_was_passed_to_another_process_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LISTEN_FDS", "1")

@@ -25,7 +25,7 @@ FDS = {1: 601, 2: 602, 3: 603}
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A GPU with three processes, pids 1001 to 1003, and its steering on a clock that the test advances."""
+    """A GPU with three processes, PIDs 1001 to 1003, and its steering, on a clock of the test."""
     nodes = make_nodes(tmp_path)
     module, clock = KernelModule(), SimpleNamespace(now=0)
     held = {}
@@ -236,7 +236,7 @@ def test_all_on_switches_everything_on(node):
     node.steering.all_on()
     assert all(node.state(i)[0] for i in FDS)
     assert node.steering.setting(1).on
-    node.step(1)  # the policy still has it off, so it is switched off again
+    node.step(1)  # the policy still wants it off, so it is switched off again
     assert not node.state(1)[0]
 
 
@@ -430,7 +430,7 @@ def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities
 
 
 def test_a_channel_found_in_two_containers_belongs_to_the_last_one(node):
-    """The driver has just confirmed it for that process, and a reused handle belongs to the newer process."""
+    """The driver has just confirmed it for the new process, to which a reused handle belongs."""
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.add(2, Share(0.3, 1))
     node.attach(1)
@@ -445,7 +445,7 @@ def test_a_channel_found_in_two_containers_belongs_to_the_last_one(node):
     assert not node.state(1)[0]
 
 
-def test_a_process_that_was_switched_on_is_switched_off_again(node):
+def test_a_process_that_was_switched_on_from_outside_is_switched_off_again(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -571,8 +571,8 @@ def test_channels_of_a_process_that_has_left_are_not_steered(node):
 
 
 def test_a_clients_descriptor_that_was_replaced_does_not_end_the_steering(node):
-    """After a dup2 onto the client's descriptor, the driver refuses the call, and the slice
-    stays.
+    """After a dup2 onto the client's descriptor, the driver refuses the call, and the slice keeps
+    its length.
     """
     node.steering.add(1, Share(0.6, 1))
     node.attach(1)
@@ -612,8 +612,8 @@ def test_the_time_that_is_shown_never_falls(node):
 
 
 def test_a_process_that_is_off_without_a_record_is_on_in_the_next_period(node):
-    """The process is the last one on the GPU. No other process follows, so by the trace it stays
-    there.
+    """The process is the last one on the GPU. No other process follows, so according to the trace
+    it stays there.
     """
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
@@ -671,7 +671,7 @@ def play_and_die(node, n_calls, seed):
 def test_a_governor_killed_at_any_call_leaves_no_container_off(node, n_kills, monkeypatch):
     """Everything that is off was announced before, so the watchdog switches it on.
 
-    Every second time there is no watchdog: the next governor does so before its first step.
+    Half of the time there is no watchdog: the next governor does so before its first step.
     """
     clients = [client for client, _ in node.held.values()]
     monkeypatch.setattr("governor.hardware.nvidia.live_clients", lambda *_: clients)

@@ -128,7 +128,7 @@ def test_an_unchanged_list_is_watched_again(path):
     assert revived(path) == [[7], [7]]
 
 
-def test_with_nothing_off_nothing_is_done(path):
+def test_if_nothing_is_off_nothing_is_switched_on(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     dog.tell([])
@@ -195,7 +195,7 @@ def test_a_killed_watchdog_is_replaced(path, monkeypatch):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     _kill(dog)
-    dog.tell([7])  # the whole list, although nothing has changed
+    dog.tell([7])  # the whole list is sent, although it has not changed
     dog.close()
     assert revived(path) == [[7]]
 
@@ -203,12 +203,12 @@ def test_a_killed_watchdog_is_replaced(path, monkeypatch):
 def test_without_a_watchdog_nothing_may_be_switched_off(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     _kill(dog)
-    with pytest.raises(OSError, match="Broken pipe"):  # it was only just started
+    with pytest.raises(OSError, match="Broken pipe"):  # too soon after its start to be replaced
         dog.tell([7])
     dog.close()
 
 
-def test_a_watchdog_that_does_not_read_is_an_error_without_a_wait(path):
+def test_a_watchdog_that_does_not_read_causes_an_error_without_a_wait(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     os.kill(dog._process.pid, signal.SIGSTOP)
 

@@ -54,8 +54,8 @@ def test_only_empty_files_and_directories_are_removed(tmp_path: Path, root: Path
 
 
 def test_nothing_is_removed_while_the_container_runs(tmp_path: Path, root: Path) -> None:
-    """Two engines may have containers with the same id, so the process decides. A zombie process
-    counts as ended.
+    """Two engines may have containers with the same id, so the container's process is checked. A
+    zombie process counts as ended.
     """
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
@@ -359,7 +359,7 @@ def test_a_failed_delete_of_a_container_that_has_ended_cleans_up(
 
 
 def test_killing_the_wrappers_delete_kills_the_runtimes_delete(tmp_path: Path, root: Path) -> None:
-    """Otherwise the delete of an engine that retries would run at the same time."""
+    """Otherwise it would run at the same time as the delete of an engine that retries."""
     keep(tmp_path, root)
     real, pid_file = tmp_path / "runtime", tmp_path / "pid_file"
     real.write_text(
@@ -423,7 +423,7 @@ def test_a_path_that_is_no_longer_a_regular_file_stays(
 
 
 def test_a_cache_is_kept_only_if_it_is_the_file_that_was_read(root: Path) -> None:
-    """The name may belong to another file by now, or to something that is not a regular file."""
+    """The name may now belong to another file, or to one that is not a regular file."""
     (root / "etc").mkdir()
     path = root / "etc/ld.so.cache"
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -440,7 +440,7 @@ def test_a_cache_is_kept_only_if_it_is_the_file_that_was_read(root: Path) -> Non
 def test_the_cleanup_does_not_read_an_endless_cache(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The container's last cache is an empty file of 1 TiB."""
+    """The container has extended its cache to a sparse file of 1 TiB."""
     cache = container_cache(root, [])
     with cache.open("r+b") as file:
         file.truncate(1 << 40)
@@ -488,7 +488,7 @@ def test_the_cleanup_does_not_write_through_a_link(tmp_path: Path, root: Path) -
 def test_a_restart_in_a_root_that_is_in_use_keeps_the_earlier_note(
     tmp_path: Path, root: Path
 ) -> None:
-    """The second start finds all files of the first one, which another container uses by now."""
+    """The second start finds all files of the first one, which another container now uses."""
     keep(tmp_path, root)
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
@@ -598,7 +598,7 @@ def test_restarts_in_a_root_that_is_in_use_do_not_accumulate_notes(
 def test_nothing_is_removed_from_another_root_under_the_same_name(
     tmp_path: Path, root: Path
 ) -> None:
-    """Removing a directory would remove the mounts of the container that uses that root by now."""
+    """Removing a directory would remove the mounts of the container that now uses that root."""
     keep(tmp_path, root)
     root.rename(tmp_path / "before")
     (root / "run/tidegate").mkdir(parents=True)

@@ -46,7 +46,7 @@ def test_a_grant_with_a_relative_directory_is_refused(directory: object) -> None
 
 
 def queue_up(path: Path) -> list[socket.socket]:
-    """Fill the queue of a listener at `path`, which accepts no connection; return listener and clients."""
+    """Fill the queue of a listener that accepts no connection; return the listener and clients."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(1)

@@ -362,7 +362,7 @@ def test_every_cdi_device_has_edits(tmp_path: Path) -> None:
 def test_a_specification_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "cdi" / "tidegate.json"
     write(path, {"kind": "x"})
-    path.chmod(0o600)  # as if edited by an operator: engines of users could not read it
+    path.chmod(0o600)  # as if edited by an operator: rootless engines could not read it
     write(path, {"kind": "y"})
     assert json.loads(path.read_text()) == {"kind": "y"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -376,7 +376,7 @@ def test_a_specification_is_written_atomically(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["", "../x", "a b", "a" * 65, "\u0661", "\u00e4", "a\n"])
 def test_a_malformed_reservation_is_ignored(token: str) -> None:
-    """The token comes back from an untrusted config.json and goes to the governor."""
+    """The token is read from an untrusted config.json and sent to the governor."""
     annotations = {RESERVATION: token, "tidegate.gpu/memory": "1Gi"}
     assert take_reservation(annotations) == ""
     assert annotations == {"tidegate.gpu/memory": "1Gi"}
@@ -401,8 +401,8 @@ def test_the_wrapper_does_not_accept_a_path_as_an_id(tmp_path: Path, ident: str)
 def test_a_log_that_is_a_link_or_a_pipe_is_not_written(
     tmp_path: Path, kind: str, writer: str
 ) -> None:
-    """Other users may write to the log's directory: through a link or a pipe they must not be able
-    to misuse the hook.
+    """Other users may write to the log's directory; they must not be able to misuse the hook with a
+    link or a pipe.
     """
     log, other = tmp_path / "log", tmp_path / "other"
     other.write_text("as it was\n")

@@ -18,7 +18,7 @@ TARGET = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
-    """A generation in force that watches one file, and an image in Debian's layout."""
+    """A generation in force whose manifest watches one file, and an image in Debian's layout."""
     watched = tmp_path / "control"
     watched.write_bytes(b"as it was")
     stat = watched.stat()
@@ -246,7 +246,7 @@ PARKED_WHILE_IDLE = (
         ),
     ],
 )
-def test_what_may_be_parked_is_explained(
+def test_whether_memory_may_be_parked_is_explained(
     node: Path, capsys: pytest.CaptureFixture[str], annotations: tuple[str, ...], said: str
 ) -> None:
     configuration = "memory: {overbook: 1.5, host: 64Gi}"

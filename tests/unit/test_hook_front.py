@@ -138,7 +138,7 @@ def test_c_reads_settings_as_python_does_or_leaves_them_to_the_script(
     found = FrontSettings()
     if not front.settings_read(str(path).encode(), root.encode(), ctypes.byref(found)):
         return
-    node = runtime.read_node(str(path), ["--root", root] if root else [])  # accepts the file, too
+    node = runtime.read_node(str(path), ["--root", root] if root else [])  # accepts it, too
     assert found.runtime.decode() == node.runtime
     assert found.runtime_dir.decode() == node.runtime_dir
     assert found.environment == (node.environment == "allow")

@@ -263,7 +263,7 @@ def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
 def test_entries_that_share_long_names_do_not_fill_the_memory(
     tmp_path: Path, count: int, soname: bytes, path: bytes
 ) -> None:
-    """If the hook keeps a copy of the names for each entry, a file of 4 MiB takes 1.4 GiB of
+    """If the hook kept a copy of the names for each entry, a file of 4 MiB would take 1.4 GiB of
     memory. VmHWM is the peak since the process's exec.
     """
     (tmp_path / "cache").write_bytes(shared(count, soname=soname, path=path) + b"liba.so.1")

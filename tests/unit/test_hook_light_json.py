@@ -56,7 +56,9 @@ def documents() -> list[bytes]:
 
 
 @pytest.mark.parametrize("which", ["C", "Python"])
-def test_it_accepts_the_same_documents_as_json(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_accepts_the_same_documents_as_json(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if which == "Python":  # as in an interpreter without _json
         monkeypatch.setattr(light_json, "make_scanner", None)
     for data in documents():
@@ -83,7 +85,7 @@ for line in sys.stdin.buffer.read().splitlines():
 """
 
 
-def test_its_errors_are_those_of_json() -> None:
+def test_the_parsers_errors_are_those_of_json() -> None:
     """The process is like the hook's, where json is imported only after the scanner found an error."""
     tried = documents()
     done = subprocess.run(
@@ -160,7 +162,7 @@ def dumped(dump: Callable[[object], str], value: object) -> str:
 
 
 @given(JSON)
-def test_its_output_is_that_of_json(value: Any) -> None:
+def test_the_encoders_output_is_that_of_json(value: Any) -> None:
     for one in (value, {"a": value}, (value, value), Record("a", {"b": value})):
         assert dump_json(one) == json.dumps(one)
 

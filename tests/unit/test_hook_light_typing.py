@@ -86,7 +86,7 @@ def test_defaults_are_not_shared_between_classes():
     assert Other(1) == (1,)
 
 
-def test_assert_never_fails():
+def test_a_call_of_assert_never_raises():
     with pytest.raises(AssertionError, match="'x' is of an unexpected type"):
         light_typing.assert_never("x")  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
-"""Where a loader of aarch64 finds the driver. For aarch64, glibc has no glibc-hwcaps subdirectory;
-up to version 2.36, it searches `tls`.
+"""Test where a loader of aarch64 finds the driver.
 
-The directories that these loaders search were read from the output of `ld.so --help` and of
+For aarch64, glibc has no glibc-hwcaps subdirectory; up to version 2.36, it searches `tls`. The
+directories that these loaders search were read from the output of `ld.so --help` and of
 LD_DEBUG=libs of Debian's glibc 2.31, 2.36 and 2.41, under emulation.
 """
 
@@ -112,7 +112,7 @@ def test_a_driver_that_would_come_before_the_cache_is_refused(
         arm.look(f"LD_LIBRARY_PATH=/{directory}")
 
 
-def test_compat_is_refused_even_if_nothing_names_it_yet(arm: ArmImage) -> None:
+def test_a_driver_in_compat_is_refused_even_if_no_path_names_it_yet(arm: ArmImage) -> None:
     """An entry point script may add the directory to the search path."""
     arm.use_glibc("2.41")
     arm.put("usr/local/cuda/compat/libcuda.so.1")

@@ -352,7 +352,7 @@ def test_all_takes_32_bit_libraries_only_where_driver_and_image_have_them() -> N
 
 
 def test_compat32_is_refused_if_the_image_does_not_support_it() -> None:
-    """The user asked for it by name."""
+    """The user asked for 32-bit libraries explicitly."""
     with pytest.raises(ImageError) as caught:
         plan_of("compat32", "display", image=image_of()._replace(reason32="the image has none"))
     assert caught.value.line() == (
@@ -524,7 +524,7 @@ def test_look_at_returns_the_state_of_a_path(
     look = look_at(rootfd, f"etc/place{below}")
     os.close(rootfd)
     if below and state in ("empty", "full"):
-        state = "absent"  # the path to it is free
+        state = "absent"  # the directory exists, and nothing below it
     assert look == PathInImage(state, reason)  # type: ignore[arg-type]
 
 
@@ -581,7 +581,7 @@ def make_node(tmp_path: Path, kind: str = "nvidia") -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("which", ["driver", "control"])
 def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which: str) -> None:
-    """This is for hosts where no kernel module reports its version."""
+    """Files are compared on hosts where no kernel module reports its version."""
     make_node(tmp_path)
     file = tmp_path / which
     manifest = read_manifest(str(tmp_path / "drivers"))
@@ -646,7 +646,9 @@ def test_a_driver_without_a_kernel_module_does_not_ask_for_its_version(
         ("", None),
     ],
 )
-def test_the_version_of_the_kernel_module(tmp_path: Path, text: str, version: str | None) -> None:
+def test_the_version_of_the_kernel_module_is_read(
+    tmp_path: Path, text: str, version: str | None
+) -> None:
     (tmp_path / "version").write_text(text)
     assert module_version(str(tmp_path / "version")) == version
     assert module_version(str(tmp_path / "absent")) is None
@@ -785,7 +787,7 @@ def test_a_link_to_a_missing_generation_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
-    """A config.json can contain one as an escape. This is not an internal error."""
+    """A config.json can contain one as an escape. It must not cause an internal error."""
     with pytest.raises(BundleError, match=r"process in config.json is .*, not a path"):
         search_path(-1, -1, IMAGE, {"process": {"cwd": "/", **process}})
 

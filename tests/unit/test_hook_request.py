@@ -243,7 +243,7 @@ def test_a_limit_below_the_guarantee_is_refused() -> None:
         check_request(parse_annotations(annotations), annotations)
 
 
-def test_annotations_fit_a_line_of_the_protocol() -> None:
+def test_annotations_that_do_not_fit_a_line_of_the_protocol_are_refused() -> None:
     annotations = {P + "devices": ",".join([UUID] * 2000)}
     with pytest.raises(AnnotationError, match="more than 32768"):
         check_request(Request(), annotations)

@@ -106,7 +106,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted(HOOK.glob("*.py")), ids=lambda p: p.name)
-def test_the_hook_imports_the_standard_library_and_itself(path: Path) -> None:
+def test_the_hook_imports_only_the_standard_library_and_itself(path: Path) -> None:
     assert imports(path) <= set(sys.stdlib_module_names) | {"oci_hook"}
     if path.name not in ("kernel.py", "light_ctypes.py"):
         assert not imports(path) & {"ctypes", "_ctypes"}

@@ -1,4 +1,4 @@
-"""The table of the driver API's functions, compared with libraries that export them."""
+"""Test the table of the driver API's functions against libraries that export them."""
 
 import json
 import subprocess

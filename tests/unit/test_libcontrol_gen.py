@@ -1,4 +1,4 @@
-"""The generator: its output is the committed one, and an invalid row or field is an error."""
+"""Test the generator: its output is committed, and an invalid row or field is an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_stale_file_is_named_and_left_alone(tmp_path, monkeypatch, capsys) -> 
         (GATE._replace(method=""), "cuX: unknown method"),
     ],
 )
-def test_a_row_that_cannot_be_honoured_is_an_error(fn: api.Fn, says: str) -> None:
+def test_an_invalid_row_is_an_error(fn: api.Fn, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         gen.entry(fn)
 

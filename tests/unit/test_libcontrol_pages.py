@@ -1,4 +1,7 @@
-"""The two pages from Python: what is written is read back, and an index out of bounds reaches no other field."""
+"""Test the access to the two pages from Python.
+
+What is written is read back, and an index out of bounds reaches no other field.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def ledger() -> Iterator[mmap.mmap]:
 
 
 def places() -> list[tuple[str, int]]:
-    """Return the structures of a ledger, each with the first and the last place."""
+    """Return the structures of a ledger, each at its first and at its last offset."""
     return [
         ("ledger_header", 0),
         ("ledger_slot", pages.slot_base(0)),
@@ -90,7 +93,7 @@ def test_a_device_out_of_bounds_is_an_error(ledger: mmap.mmap, device: int) -> N
             call()
 
 
-def test_all_places_are_inside_their_page_and_do_not_overlap() -> None:
+def test_all_structures_are_inside_their_page_and_do_not_overlap() -> None:
     last = layout.grant_device(layout.N_DEVICES - 1) + layout.GRANT_DEVICE.size
     assert last <= layout.GRANT_SIZE
     slots = [pages.slot_base(i) for i in range(layout.N_SLOTS)]
@@ -168,7 +171,7 @@ def grant_file() -> Iterator[mmap.mmap]:
         yield page
 
 
-def test_the_usage_part_is_what_was_written_last(grant_file: mmap.mmap) -> None:
+def test_the_usage_part_has_what_was_written_last(grant_file: mmap.mmap) -> None:
     assert pages.read(grant_file, 0, "grant_header", "size") == layout.GRANT_FILE_SIZE
     memory = tuple(range(layout.N_DEVICES))
     pages.write_usage(grant_file, [{"pid": 5, "state": 1, "memory": memory}] * 3, 17)
@@ -181,7 +184,7 @@ def test_the_usage_part_is_what_was_written_last(grant_file: mmap.mmap) -> None:
     assert pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence") == 4
 
 
-def test_the_usage_part_keeps_clear_of_the_page_and_of_its_end(grant_file: mmap.mmap) -> None:
+def test_the_usage_part_overwrites_nothing_before_or_after_it(grant_file: mmap.mmap) -> None:
     before = grant_file[: layout.GRANT_SIZE]
     full = {"pid": 2**32 - 1, "memory": (2**64 - 1,) * layout.N_DEVICES}
     pages.write_usage(grant_file, [full] * (layout.N_SLOTS + 5), 1)
@@ -192,7 +195,7 @@ def test_the_usage_part_keeps_clear_of_the_page_and_of_its_end(grant_file: mmap.
 
 
 @pytest.mark.parametrize("sequence", [0, 3, 2**32 - 2, 2**32 - 1])
-def test_a_sequence_is_even_after_each_set_and_never_the_same(
+def test_a_sequence_is_even_after_each_write_and_always_changes(
     grant_file: mmap.mmap, sequence: int
 ) -> None:
     pages.write(grant_file, layout.GRANT_USAGE, "usage_header", "sequence", sequence)

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of packaging/, read by Prometheus's own tool and compared with the metrics."""
+"""Check the dashboard and the alerts of packaging/ with Prometheus's own tool and the metrics."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_exposure_of_a_service_is_two_points_at_most(require, service):
 def test_a_refresh_is_retried_after_a_changed_file_and_not_after_a_driver_error():
     assert settings("tidegate-refresh.service", "SuccessExitStatus") == ["SIGTERM"]
     prevented = settings("tidegate-refresh.service", "RestartPreventExitStatus")[0].split()
-    assert "69" in prevented  # by docs/reference/errors.md, an error of the driver
+    assert "69" in prevented  # an error of the driver, see docs/reference/errors.md
     assert "72" not in prevented  # a file changed while it was being read
 
 
@@ -190,7 +190,9 @@ MOUNTING = [
 
 @pytest.mark.parametrize("key", MOUNTING)
 def test_the_fork_server_stays_in_the_mount_namespace_of_the_host(key):
-    """By systemd.exec(5), each of these gives a service its own namespaces, in which no hook could work."""
+    """According to systemd.exec(5), each of these gives a service its own namespaces, in which no
+    hook could work.
+    """
     assert settings("tidegate-forkserver.service", key) == []
 
 

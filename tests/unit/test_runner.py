@@ -1,4 +1,4 @@
-"""The arbiter's thread and the pages of two containers. The test acts as their processes."""
+"""Test the arbiter's thread with the pages of two containers, whose processes the test plays."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def play(build_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
                 assert time.monotonic() < end, "there is no grant, or never two at once"
                 worked = [one.work() for one in played]
                 if any(worked):
-                    process_end.send(b"r")  # this makes the thread read it
+                    process_end.send(b"r")  # this makes the thread read the ledger
             stats = [runner.stats(one.tenant) for one in played]
         return [(one, s.charged_ns / s.held_ns) for one, s in zip(played, stats, strict=True)]
 
@@ -249,15 +249,15 @@ def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_run
             return charge / 1e9, (step_ns() - began_ns) / 1e9, pause
 
         def charged_steadily() -> tuple[float, float]:
-            """Return the charge for half a second, and how long that was. It is repeated if the
-            machine was so busy that the process may have looked stopped.
+            """Return the charge for half a second, and the measured length of that time. This is
+            repeated if the machine was so busy that the process may have looked stopped.
             """
             for _ in range(5):
                 charge, passed, pause = charged(0.5, shows=True)
                 assert charge <= passed
                 if pause < 0.1:
                     break
-                charged(0.3, shows=True)  # work counts again 0.2 s after it last looked stopped
+                charged(0.3, shows=True)  # work counts again 0.2 s after the process looked stopped
             return charge, passed
 
         assert charged(0.3, shows=True)[0] == 0
@@ -326,7 +326,10 @@ def test_with_mps_the_next_holder_is_named_in_each_grant(
         grants = 0
 
         def look() -> None:
-            """The step that begins a grant names the next holder, and may still be under way."""
+            """Wait until the next holder is named.
+
+            The step that begins a grant names it, and may still be under way.
+            """
             nonlocal grants
             grants += 1
             end = time.monotonic() + 5
@@ -347,7 +350,7 @@ def test_with_mps_the_next_holder_is_named_in_each_grant(
 def test_a_paused_container_is_granted_nothing_and_later_grants_have_higher_numbers(
     build_dir: Path, *, is_open: bool
 ) -> None:
-    """With `is_open`, the GPU's own scheduler divides the time, and all others have open grants."""
+    """With `is_open`, the GPU's own scheduler divides the time: all others have open grants."""
     with watched(build_dir, "timeslice") as (runner, process_end):
         one, two = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
         runner.open(is_open=is_open)

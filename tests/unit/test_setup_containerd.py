@@ -1,5 +1,7 @@
-"""`tidegate setup containerd`: a handler for CRI, in a drop-in where containerd merges drop-ins,
-otherwise in config.toml.
+"""Test `tidegate setup containerd`.
+
+It adds a handler for CRI, in a drop-in where containerd merges drop-ins, and otherwise in
+config.toml.
 """
 
 from __future__ import annotations
@@ -149,7 +151,7 @@ def test_another_runtime_of_the_default_handler_is_reported(root, capsys):
     put(root, CONFIG, content.replace("crun", "nvidia-container-runtime"))
     setup(root, "containerd", "--dry-run")
     assert "note:" not in capsys.readouterr().out
-    # A handler of another kind says nothing about ours.
+    # Nothing is taken from a handler of another kind.
     put(root, CONFIG, content.replace("runc.v2", "kata.v2") + "X = 1\n")
     setup(root, "containerd")
     assert "nothing is taken from it" in capsys.readouterr().out
@@ -252,7 +254,7 @@ def test_containerd_2_with_a_file_of_version_2_gets_a_drop_in_of_version_2(root)
     )
 
 
-def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys):
+def test_containerd_2_without_a_file_continues_to_read_its_directory(root, capsys):
     put(root, "/etc/containerd/conf.d/other.toml", "version = 3\n")
     before = snapshot(root)
     assert setup(root, "containerd", "--containerd-version", "2.2") == 0
@@ -295,7 +297,7 @@ def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys)
         (f"version = 3\n[plugins.'{V3}'.containerd.runtimes]\ntidegate = 3\n", "runs None, not"),
     ],
 )
-def test_what_is_not_understood_is_refused_in_one_line(root, capsys, content, words):
+def test_a_file_that_is_not_understood_is_refused_in_one_line(root, capsys, content, words):
     put(root, CONFIG, content)
     before = snapshot(root)
     assert setup(root, "containerd") == 73

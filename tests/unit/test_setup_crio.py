@@ -1,8 +1,8 @@
-"""`tidegate setup crio`: a handler like the default one for each layout of CRI-O, or one line with the reason.
+"""`tidegate setup crio`: for each layout of CRI-O, a handler like its default one, or a refusal.
 
 The files are those of CRI-O's own packages (`cri-o/packaging`) and of distributions, laid out below
-a root. `governor/setup/crio_config.py` describes how CRI-O reads them. tests/container has the real
-program read them.
+a root. `governor/setup/crio_config.py` describes how CRI-O reads them. In tests/container, the real
+program reads them.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def killed(root: Path, at: int, *words: str) -> bool:
 
 @pytest.mark.parametrize("words", [("crio",), ("crio", "--undo")])
 def test_a_setup_that_is_killed_leaves_no_incomplete_file_that_cri_o_reads(packaged, words):
-    """CRI-O reads each file in its directory. The next run removes what the killed one left."""
+    """CRI-O reads every file in its directory. The next run removes what the killed run left."""
     (packaged / "var/lib/tidegate").mkdir(parents=True)
     (packaged / "var/lib/tidegate/setup").mkdir(0o700)
     before = snapshot(packaged)
@@ -202,7 +202,7 @@ def test_all_of_the_default_handler_is_copied_except_its_program(packaged):
 
 
 def test_a_later_file_replaces_all_of_a_handler(packaged, capsys):
-    """CRI-O does the same: the monitor that an earlier file names is gone."""
+    """As in CRI-O, the monitor that an earlier file names no longer applies."""
     put(packaged, f"{CONF_D}/20-own.conf", handler("crun", runtime_path=f"{LIBEXEC}/crun"))
     assert "the handler crun (/etc/crio/crio.conf.d/20-own.conf) names no monitor_path" in refused(
         packaged, capsys

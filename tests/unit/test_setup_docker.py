@@ -33,7 +33,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_a_node_without_daemon_json_gets_one_and_loses_it_again(root, capsys):
+def test_a_missing_daemon_json_is_created_and_undo_removes_it(root, capsys):
     before = snapshot(root)
     assert setup(root, "docker") == 0
     assert text(root, CONFIG) == (
@@ -450,8 +450,8 @@ def test_owner_and_labels_stay(root):
         assert os.getxattr(file, "user.label") == b"x"
 
 
-def test_a_setup_that_was_killed_is_undone_all_the_same(root):
-    """The journal exists, but the file was not written yet."""
+def test_a_setup_that_was_killed_can_be_undone(root):
+    """The setup was killed after it wrote the journal and before it wrote the file."""
     put(root, CONFIG, '{"debug": true}')
     before = snapshot(root)
     setup(root, "docker")

@@ -57,8 +57,8 @@ def test_the_hooks_conform_to_oci_hooks_1_0_0(name, stage):
     assert hook["stages"] == [stage]
     assert hook["hook"]["path"] == "/usr/bin/tidegate-hook"
     assert hook["hook"]["args"] == ["tidegate-hook", stage]
-    # Without an `env`, runc gives a hook runc's own environment, or before 1.3, at some stages, the
-    # image's.
+    # Without `env`, a hook gets runc's own environment, or before runc 1.3, at some stages, that of
+    # the image.
     assert hook["hook"]["env"] == ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"] == list(HOOK_ENV)
     # The hook's own deadline is 20 s, and its error line must still be read.
     assert hook["hook"]["timeout"] == 30 == HOOK_TIMEOUT
@@ -89,7 +89,7 @@ def test_podman_gets_the_files_of_the_package(root, capsys):
     assert snapshot(root) == before
 
 
-def test_a_checkout_is_named_in_the_hooks(root, capsys):
+def test_the_hooks_name_the_program_in_a_checkout(root, capsys):
     put_programs(root, "/srv/tidegate/oci_hook")
     assert setup(root, "podman", "--bin-dir", "/srv/tidegate/oci_hook") == 0
     for name in ("50-tidegate.json", "50-tidegate-devices.json", "50-tidegate-end.json"):
@@ -188,8 +188,8 @@ def test_an_edited_drop_in_of_podman_leaves_what_is_not_ours(root):
 
 
 def set_up_formerly(root: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """Set Podman up as earlier versions did: with the same hooks, drop-in and journal, in the
-    directory of oci-hooks(5).
+    """Set Podman up as earlier versions did: with the same hooks, drop-in and journal, but with the
+    hooks in the directory of oci-hooks(5).
     """
     with monkeypatch.context() as patch:
         patch.setattr("governor.setup.podman.HOOKS_DIR", FORMER)
@@ -276,7 +276,7 @@ def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatc
     assert text(root, CONF) == '[engine]\nruntime = "crun"\n'
 
 
-def test_a_directory_that_was_named_remains_in_use(root):
+def test_a_hooks_directory_from_an_option_remains_in_use(root):
     assert setup(root, "podman", "--hooks-dir", "/srv/hooks") == 0
     second = snapshot(root)
     assert setup(root, "podman") == 0
@@ -370,7 +370,7 @@ def test_a_running_api_service_is_named_with_the_command_that_restarts_it(root, 
         assert setup(root, "podman", *words) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if line.startswith("to do")] == todo
-    # This holds until the services have been restarted.
+    # Later runs print notes until the services have been restarted.
     put_service(root, 4716, unit=False, age_s=-100, command="podman system service")
     assert setup(root, "podman") == 0
     notes = capsys.readouterr().out.splitlines()
@@ -382,7 +382,7 @@ def test_a_running_api_service_is_named_with_the_command_that_restarts_it(root, 
 
 
 def test_a_container_that_would_restart_without_the_hooks_is_named(root, capsys):
-    """Only Podman's database says which containers have a restart policy."""
+    """Only Podman's database has the restart policies, so setup names every such container."""
     ours, former = {"tidegate.gpu/memory": "4Gi", "x": "y"}, ("/usr/share/containers/oci/hooks.d",)
     put_monitor(root, 4711, "trainer", former, ours)
     put_monitor(root, 4712, "another", (*former, FORMER), ours)
@@ -421,7 +421,7 @@ def test_cri_o_never_finds_the_stage_precreate(root, capsys):
 
 
 def test_the_journal_is_removed_when_the_last_engine_is_undone(root):
-    """Directories that one engine's setup made remain while other engines use them."""
+    """Directories that one engine's setup created remain while other engines use them."""
     engines = ("docker", "podman", "containerd", "crio")
     put_crio_programs(root)
     before = snapshot(root)

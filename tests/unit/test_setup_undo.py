@@ -63,9 +63,7 @@ runtimes = st.dictionaries(
 
 @st.composite
 def daemons(draw):
-    """Draw a daemon.json such as dockerd's parser may get, with everything that the parser
-    accepts.
-    """
+    """Draw a daemon.json with everything that dockerd's parser accepts, even a byte order mark."""
     members = draw(st.dictionaries(words, json_values, max_size=4))
     members.pop("runtimes", None)
     members.pop("default-runtime", None)
@@ -123,7 +121,7 @@ def quietly(root, *words):
 
 
 def round_trip(engine, path, content, *words):
-    """Set up twice and undo; return the file's text in between."""
+    """Set up twice and undo; return the file's text before the undo."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         put_programs(root)

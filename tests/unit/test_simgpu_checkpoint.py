@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 
 class OtherProcess:
-    """Another process with a context and 100 MiB, which evaluates lines and then reads a word."""
+    """A process that evaluates each line that it reads, then prints a word of its 100 MiB."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -107,7 +107,7 @@ def state(driver: SimulatedDriver, pid: int) -> int:
 
 
 def seen(build_dir: Path, gpus: Path) -> Any:
-    """Return pids and memory of the processes, and the memory in use, as NVML shows them."""
+    """Return each process's memory by pid, and the memory in use, in bytes, as NVML shows them."""
     program = (
         "import ctypes, json, pynvml\n"
         "from pynvml import *\n"
@@ -144,7 +144,7 @@ def test_a_process_goes_through_the_states_and_keeps_its_memory(
     assert tenant.read_late() == "7"
 
 
-def test_the_lock_waits_for_work_and_may_give_up(
+def test_the_lock_waits_for_work_and_may_time_out(
     driver: SimulatedDriver, start: Callable[[], OtherProcess], gpus: Path
 ) -> None:
     tenant = start()

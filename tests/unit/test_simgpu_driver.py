@@ -230,7 +230,7 @@ def test_memory_is_freed_when_the_stream_reaches_the_free(
     assert driver.free_memory() == 512 * MIB
 
 
-def test_a_stamp_outside_of_memory_is_a_fault_that_sticks(
+def test_a_stamp_outside_allocated_memory_is_a_sticky_fault(
     driver: SimulatedDriver, context: Context
 ) -> None:
     context.burn(MS, stamp=4096)
@@ -313,7 +313,7 @@ def test_a_destroyed_event_may_still_be_pending(driver: SimulatedDriver, context
     assert driver.try_call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), again, again)
 
 
-def test_a_stream_is_done_before_the_others(driver: SimulatedDriver, context: Context) -> None:
+def test_a_stream_may_finish_before_the_others(driver: SimulatedDriver, context: Context) -> None:
     first, second = driver.stream(), driver.stream()
     context.burn(MS, stream=first)
     assert driver.try_call("cuStreamQuery", first) == NOT_READY
@@ -351,7 +351,7 @@ def test_the_null_stream_is_a_barrier_for_blocking_streams_only(
     assert driver.try_call("cuStreamQuery", LEGACY) == 0
 
 
-def test_each_thread_has_a_stream_of_its_own(driver: SimulatedDriver, context: Context) -> None:
+def test_each_thread_has_its_own_default_stream(driver: SimulatedDriver, context: Context) -> None:
     def ask() -> int:
         context.make_current()
         return driver.try_call("cuStreamQuery", PER_THREAD)
@@ -389,7 +389,7 @@ def test_threads_share_a_context(driver: SimulatedDriver, context: Context) -> N
     assert driver.clock() == 1_600_000
 
 
-def test_parameters_may_come_in_a_buffer(driver: SimulatedDriver, context: Context) -> None:
+def test_parameters_may_be_passed_in_a_buffer(driver: SimulatedDriver, context: Context) -> None:
     slot = driver.allocate(8)
     buffer = (ctypes.c_uint64 * 2)(4 * MS, slot)
     size = ctypes.c_size_t(16)
@@ -654,7 +654,7 @@ def test_every_export_can_be_looked_up(library: SimulatedDriver, build_dir: Path
         assert address(library, symbol) in found, symbol
 
 
-def test_before_init_nothing_works(library: SimulatedDriver) -> None:
+def test_calls_before_cuinit_fail(library: SimulatedDriver) -> None:
     count = ctypes.c_int()
     assert library.try_call("cuDeviceGetCount", ctypes.byref(count)) == NOT_INITIALIZED
 
@@ -691,7 +691,7 @@ def test_the_environment_decides_whether_the_device_has_mps(
     [
         ("0", [0]),
         ("1,0", [1, 0]),
-        ("2,5,0", [2]),  # up to the first missing one
+        ("2,5,0", [2]),  # up to the first that does not exist
         ("1,1,0", [1]),
         ("-1", []),
         ("", []),

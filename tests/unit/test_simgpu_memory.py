@@ -43,7 +43,7 @@ def context(driver: SimulatedDriver) -> Context:
 
 
 def held(driver: SimulatedDriver) -> int:
-    """Return the bytes of the device that are in use. Its contexts take none."""
+    """Return how many bytes of the device are in use. Contexts take none here."""
     return TOTAL - driver.free_memory()
 
 
@@ -146,7 +146,7 @@ def test_a_freed_block_is_reused_by_its_stream_at_once_and_by_others_later(
     other = driver.get("cuMemAllocAsync", 2 * MIB, second)
     assert other != block
     assert driver.get("cuMemAllocAsync", 2 * MIB, first) == block
-    # The pending free belongs to the first allocation of the block.
+    # The pending free belongs to the block's first allocation, and leaves the second alone.
     context.synchronize()
     driver.call("cuMemcpyHtoD_v2", block, ctypes.c_char_p(b"12345678"), 8)
     driver.call("cuMemFreeAsync", block, first)
@@ -198,7 +198,7 @@ def test_pools_are_selected_by_location(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pool_of_the_host_takes_nothing(driver: SimulatedDriver) -> None:
+def test_a_pool_on_the_host_takes_no_device_memory(driver: SimulatedDriver) -> None:
     pool = new_pool(driver, kind=HOST_NUMA)
     driver.get("cuMemAllocFromPoolAsync", 8192 * MIB, pool, 0)
     assert pool_value(driver, pool, RESERVED) == 8192 * MIB
@@ -216,7 +216,7 @@ def test_a_pool_that_cannot_grow_reports_out_of_memory(driver: SimulatedDriver) 
     assert driver.try_call("cuMemAllocAsync", address, 1 << 62, 0) == OUT_OF_MEMORY
 
 
-def test_memory_of_pools_ends_with_the_last_context(driver: SimulatedDriver, gpu: Path) -> None:
+def test_memory_of_pools_is_freed_with_the_last_context(driver: SimulatedDriver, gpu: Path) -> None:
     first, second = driver.context(), driver.context()
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     first.make_current()
@@ -234,7 +234,7 @@ def test_memory_of_pools_ends_with_the_last_context(driver: SimulatedDriver, gpu
 
 
 @pytest.mark.usefixtures("context")
-def test_stream_ordered_memory_is_not_captured(driver: SimulatedDriver) -> None:
+def test_a_stream_ordered_allocation_cannot_be_captured(driver: SimulatedDriver) -> None:
     stream = driver.stream()
     address, graph = ctypes.byref(ctypes.c_uint64()), ctypes.c_uint64()
     driver.call("cuStreamBeginCapture_v2", stream, GLOBAL)
@@ -359,7 +359,7 @@ def test_unmapping_waits_for_the_work_before_it(driver: SimulatedDriver, context
 
 
 @pytest.mark.usefixtures("context")
-def test_a_mapping_leads_to_its_handle(driver: SimulatedDriver) -> None:
+def test_the_handle_of_a_mapping_can_be_retained(driver: SimulatedDriver) -> None:
     handle = create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
     driver.call("cuMemMap", base, 2 * MIB, 0, handle, 0)
@@ -525,7 +525,7 @@ def test_memory_of_another_process_is_opened_and_counted(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_failed_opening_gives_its_reason(driver: SimulatedDriver) -> None:
+def test_a_failed_open_returns_its_reason(driver: SimulatedDriver) -> None:
     handle, address = IpcHandle(), ctypes.byref(ctypes.c_uint64())
     own = driver.allocate(MIB)
     driver.call("cuIpcGetMemHandle", ctypes.byref(handle), own)
@@ -565,7 +565,7 @@ def array(
 @pytest.mark.parametrize(
     ("shape", "taken"), [((1024, 1024), 16 * MIB), ((333, 777, 33), 203_423_744), ((1, 1), 2 * MIB)]
 )
-def test_an_array_takes_what_it_took_on_an_h200(
+def test_an_array_takes_as_much_memory_as_on_an_h200(
     driver: SimulatedDriver, shape: tuple[int, ...], taken: int
 ) -> None:
     made = array(driver, *shape)
@@ -693,7 +693,7 @@ def test_a_library_is_loaded_when_a_function_is_requested(driver: SimulatedDrive
 
 
 @pytest.mark.usefixtures("context")
-def test_a_kernel_of_a_library_may_be_launched_itself(driver: SimulatedDriver) -> None:
+def test_a_kernel_of_a_library_may_be_launched_directly(driver: SimulatedDriver) -> None:
     library = load_library(driver, ctypes.c_char_p(b"// tidegate simgpu module\nkernel gemm\n"))
     kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"gemm"))
     word = ctypes.c_uint64(MS)
@@ -831,7 +831,7 @@ def test_memory_is_copied_between_devices(driver: SimulatedDriver, context: Cont
 
 
 @pytest.mark.usefixtures("context")
-def test_a_copy_finds_out_what_its_addresses_are(driver: SimulatedDriver) -> None:
+def test_a_copy_detects_the_type_of_its_addresses(driver: SimulatedDriver) -> None:
     word, device = ctypes.c_uint64(0x1234), driver.allocate(16)
     driver.call("cuMemcpy", device, ctypes.addressof(word), 8)
     driver.call("cuMemcpy", device + 8, device, 8)
@@ -927,7 +927,7 @@ def add_free(driver: SimulatedDriver, graph: int, address: int, *before: int) ->
 
 
 def graph_bytes(driver: SimulatedDriver) -> list[int]:
-    """Return the memory that graphs use and its peak, then the memory reserved for them and its peak, in MiB."""
+    """Return, in MiB, the memory that graphs use, its peak, the memory reserved, and its peak."""
     values = []
     for attribute in range(4):
         value = ctypes.c_uint64()
@@ -962,7 +962,7 @@ def test_a_graph_takes_memory_at_its_first_launch(driver: SimulatedDriver, call:
     assert graph_bytes(driver) == [0, 128, 0, 0]
 
 
-def test_graphs_reuse_memory_that_others_have_left(
+def test_graphs_reuse_memory_that_earlier_graphs_released(
     driver: SimulatedDriver, context: Context, gpu: Path
 ) -> None:
     for size, reserved in ((100, 128), (20, 128), (150, 160)):
@@ -994,7 +994,7 @@ def test_the_application_frees_what_a_graph_does_not(driver: SimulatedDriver) ->
     where = ctypes.byref(ctypes.c_uint64())
     assert driver.try_call("cuGraphInstantiateWithFlags", where, graph, 0) == NOT_SUPPORTED
     driver.call("cuGraphExecDestroy", execution)
-    execution = driver.get("cuGraphInstantiateWithFlags", graph, 1)  # frees when launched again
+    execution = driver.get("cuGraphInstantiateWithFlags", graph, 1)  # AUTO_FREE_ON_LAUNCH
     driver.call("cuGraphLaunch", execution, 0)
     driver.call("cuGraphLaunch", execution, 0)
 
@@ -1092,4 +1092,4 @@ def test_memory_of_the_application_is_registered_once(driver):
     driver.call("cuMemHostUnregister", address)
     assert driver.try_call("cuMemHostUnregister", address) == 713
     assert driver.try_call("cuPointerGetAttribute", ctypes.byref(kind), 2, address) == INVALID_VALUE
-    buffer[0] = b"x"  # it is still the application's
+    buffer[0] = b"x"  # the memory is still the application's

@@ -17,7 +17,7 @@ MIB = 1 << 20
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 3, 6, 7
 VERSION_MISMATCH = 25
 
-# One process both queries NVML and has a context that burns on the virtual clock.
+# One process has both roles: it queries NVML, and its context burns on the virtual clock.
 PRELUDE = """
 import ctypes, json, os, sys, pynvml
 from ctypes import byref, c_uint, c_ulonglong, c_int
@@ -147,9 +147,7 @@ def test_samples_of_the_device_are_current(ask: Any) -> None:
     ) == [[SUCCESS, 1, 1, 0], NOT_FOUND, NOT_SUPPORTED, 0]
 
 
-def test_places_and_links_are_reported_as_they_were_described(
-    tmp_path: Path, build_dir: Path
-) -> None:
+def test_locations_and_links_are_reported_as_configured(tmp_path: Path, build_dir: Path) -> None:
     places = ("0/0/0/0", "0/0/0/0", "0/0/0/1", "0/0/1/0", "0/1/0/0", "1/0/0/0")
     links = ("0-1=4", "1-5=2", "switch=3")
     topology = simgpu.MachineTopology(places, links)

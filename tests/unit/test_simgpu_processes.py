@@ -65,7 +65,7 @@ def start(build_dir: Path, gpus: Path) -> Iterator[Callable[[str], subprocess.Po
 
 @contextmanager
 def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Run a process that is killed when the block ends: a failing test would otherwise wait for its end."""
+    """Run a process, and kill it when the block ends, so a failing test does not wait for it."""
     with subprocess.Popen(command, **options) as process:
         try:
             yield process
@@ -88,7 +88,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def nvml(build: Path, gpus: Path, expression: str, *prefix: str) -> object:
-    """Evaluate an expression about device `d` with pynvml, in a process of its own."""
+    """Evaluate an expression about device `d` with pynvml, in a separate process."""
     program = (
         "import ctypes, json, pynvml\n"
         "from pynvml import *\n"
@@ -148,7 +148,7 @@ def test_a_holder_of_the_lock_may_be_killed(
         'driver.call("simgpu_hold", 0)\n'
     )
     driver = SimulatedDriver(build_dir)
-    # The process takes the lock soon after it reports. If it has not yet, the test still passes.
+    # The process takes the lock soon after it prints. Until then, the loop only polls the lock.
     deadline = time.monotonic() + 30
     while simgpu.status(gpu).recoveries == 0:
         assert time.monotonic() < deadline, "no process recovered the lock of a killed holder"
@@ -229,7 +229,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
     assert nvml(build_dir, gpus, "nvmlDeviceGetName(d)") == "Tidegate Simulated GPU"
     assert nvml(build_dir, gpus, "nvmlDeviceGetUUID(d)") == uuid
     assert nvml(build_dir, gpus, f"nvmlDeviceGetIndex(nvmlDeviceGetHandleByUUID({uuid!r}))") == 0
-    # It is not a kernel device: there is no node that a container could be given.
+    # The simulated GPU is no kernel device, so a container cannot be given a device node.
     with pytest.raises(subprocess.CalledProcessError):
         nvml(build_dir, gpus, "nvmlDeviceGetMinorNumber(d)")
     assert nvml(build_dir, gpus, "nvmlDeviceGetPciInfo(d).busId") == "00000000:01:00.0"
@@ -238,7 +238,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
     assert nvml(build_dir, gpus, "nvmlDeviceGetUtilizationRates(d).gpu") == 0
 
 
-def test_cuda_and_nvml_live_in_one_process(build_dir: Path, gpus: Path) -> None:
+def test_cuda_and_nvml_work_in_one_process(build_dir: Path, gpus: Path) -> None:
     """Each library has a slot, and neither mistakes the other's for that of a dead process."""
     expression = (
         "(lambda driver: [driver.call('cuInit', 0), driver.context(), driver.allocate(1 << 20),"

@@ -88,7 +88,7 @@ def test_four_busy_contexts_lose_six_percent(driver: SimulatedDriver, gpu: Path)
     for context in [driver.context() for _ in range(4)]:
         fill(context, 300)
     driver.set_clock(852 * MS)  # 100 periods of 4 x 2.13 ms
-    # Each slice except the very first follows a switch, so the last one is 0.13 ms late.
+    # A switch follows each slice: the last slice ends at 851.87 ms, and its switch at 852 ms.
     assert busy(gpu) == [200 * MS] * 4
     status = simgpu.status(gpu)
     assert status.busy / status.now == pytest.approx(2 / 2.13)
@@ -105,8 +105,8 @@ def test_work_that_ends_gives_way_at_once(driver: SimulatedDriver) -> None:
 
 
 def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: SimulatedDriver) -> None:
-    """With 1 ms of work and 0.5 ms of idling, a workload has 67 % alone. Here it gets 1 ms in
-    3.26 ms; on an H200 it got 29.6 %.
+    """A workload that alternates 1 ms of work and 0.5 ms of idle time uses 67 % of the GPU alone.
+    Here it gets 1 ms in 3.26 ms; on an H200 it got 29.6 %.
     """
     hog, gaps = driver.context(), driver.context()
     slot = driver.allocate(8)
@@ -130,7 +130,7 @@ def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: SimulatedDriver
 
 
 def test_a_later_newcomer_waits_for_a_whole_slice(driver: SimulatedDriver) -> None:
-    """On an H200, a newcomer does not interrupt the last slice of a longer stretch of work."""
+    """As on an H200, a context that was alone gets a whole slice once another starts to wait."""
     first, second = driver.context(), driver.context()
     fill(first, 100)
     driver.set_clock(5 * MS)
@@ -172,7 +172,7 @@ def test_the_queue_holds_1024_commands_and_then_blocks(driver: SimulatedDriver) 
     assert driver.clock() == 2 * MS
 
 
-def test_the_lengths_of_slices_and_switches_are_set_by_device(
+def test_the_lengths_of_slices_and_switches_are_set_per_device(
     library: SimulatedDriver, tmp_path: Path
 ) -> None:
     gpu = simgpu.create(tmp_path, slice_us=1000, switch_us=500, virtual_clock=True)[0]
@@ -180,7 +180,7 @@ def test_the_lengths_of_slices_and_switches_are_set_by_device(
         for context in (driver.context(), driver.context()):
             fill(context, 60)
         driver.set_clock(30 * MS)
-        # The file outlives its users, but keeps no data of them.
+        # The file outlives the processes that use it, but keeps none of their data.
         assert busy(gpu) == [10 * MS, 10 * MS]
     assert busy(gpu) == []
 

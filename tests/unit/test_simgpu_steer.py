@@ -122,8 +122,8 @@ def test_a_switch_interrupts_a_running_kernel(node: SimpleNamespace) -> None:
 def test_events_from_before_the_trace_was_opened_are_not_reported(
     node: SimpleNamespace, build_dir: Path, tmp_path: Path
 ) -> None:
-    """A starting governor would charge them to its first step. The trace of a real GPU omits them
-    as well.
+    """Otherwise a governor that starts would charge them to its first step. The trace of a real GPU
+    omits them as well.
     """
     node.advance(5000)
     (tmp_path / "later").mkdir()
@@ -157,7 +157,7 @@ def test_a_process_that_ended_has_no_time_and_is_not_found(node: SimpleNamespace
 
 def steer(node: SimpleNamespace, shares: list[Share], seconds: float) -> list[float]:
     """Run the policy for half a second, then for the given time; return each process's share of the
-    GPU time in the latter, in percent.
+    GPU's time in that period, in percent.
     """
     clock: Callable[[], int] = node.library.clock
     steering = Steering(node.hardware, clock=clock)

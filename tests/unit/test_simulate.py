@@ -118,7 +118,7 @@ def test_no_pod_waits_at_low_load_and_at_high_load_shares_run_more() -> None:
     assert packed.mean_wait < whole.mean_wait / 2
 
 
-def test_the_mix_is_what_the_page_says() -> None:
+def test_the_mix_matches_the_page() -> None:
     part = sum(PARTS) / len(PARTS) / WHOLE
     asked = {kind: weight * (kind or part) for kind, weight in MIX.items()}
     assert asked[0] / sum(asked.values()) == pytest.approx(0.281, abs=0.001)

@@ -78,9 +78,7 @@ def test_no_file_of_the_product_is_longer_than_can_be_read_in_one_go() -> None:
 
 
 def imported(tree: ast.Module, modules: frozenset[str]) -> set[str]:
-    """Return which of our modules a module imports anywhere, including in functions and for
-    types.
-    """
+    """Return those of `modules` that a module imports, also in functions and for annotations."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -103,9 +101,9 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
 
 
 def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
-    """Return, for each C file of a library or a program, the names that it uses of other files.
+    """Return, for each C file of a library or a program, the names that it uses from other files.
 
-    They are grouped by the file that defines them, and read from the objects.
+    The names are read from the object files, and grouped by the file that defines them.
     """
     objects = build / f"{target}.p"
     defined, used = {}, defaultdict(list)
@@ -148,7 +146,7 @@ def test_c_files_use_each_other_in_one_direction(build_dir: Path, target: str) -
     try:
         list(TopologicalSorter({file: set(others) for file, others in used.items()}).static_order())
     except CycleError as e:
-        circle = e.args[1]  # each is used by the next one
+        circle = e.args[1]  # each file is used by the next
         pytest.fail(
             "\n".join(
                 f"{user}.c uses {', '.join(used[user][file])} of {file}.c"

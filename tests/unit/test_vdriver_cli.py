@@ -199,7 +199,7 @@ def test_a_verb_imports_only_what_it_needs():
     assert "governor.verbs.refresh" not in loaded
 
 
-def test_the_version_is_the_projects(capsys):
+def test_the_version_is_that_of_the_project(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
     assert caught.value.code == 0

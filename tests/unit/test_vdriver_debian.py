@@ -68,7 +68,7 @@ def branches():
 
 
 def refuse(branch, what):
-    """Fail in one line for a wrong stanza."""
+    """Fail the test, with one line about a wrong stanza."""
     version = branch["name"].removesuffix("-whole")
     pytest.fail(f"vdriver/libraries.toml: [[branch]] {version} {what}", pytrace=False)
 
@@ -147,7 +147,7 @@ def set_alternatives(root, script):
             link, name, source = words
             links.append((link, prefix + name, source))
             continue
-        # This covers no triplet and, as in the script, a name that ends with the triplet.
+        # The empty triplet means no subdirectory. As in the script, a name ends with its triplet.
         for triplet in TRIPLETS:
             top, below, file, source_top, *rest = words
             source = Path(source_top, triplet, *rest[:1], rest[2] if rest[2:] else file)
@@ -181,7 +181,7 @@ def unpack(packages, root):
 
 @contextlib.contextmanager
 def alone(name):
-    """Hold a lock of the cache against other test runs."""
+    """Hold a lock of the cache, which excludes other test runs."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -239,13 +239,13 @@ def everything(root):
             yield path, None, e.message.removeprefix(f"{path}: ")
 
 
-def test_every_library_and_program_reads_as_readelf_reads_it(driver_root, branch):
+def test_every_library_and_program_is_read_as_readelf_reads_it(driver_root, branch):
     bits = []
     for path, ours, _ in everything(driver_root):
         if ours is not None:
             bits.append(ours.bits)
             assert fields_of(ours) == fields_by_readelf(path), path
-    # 340.108 has the fewest. The exact numbers of a branch are its `seen`.
+    # 340.108 has the fewest. The exact numbers of a branch are in its `seen`.
     assert bits.count(64) >= 22
     assert bits.count(32) >= 12 * bool(branch["packages32"])
 
@@ -283,7 +283,7 @@ def test_every_other_file_is_refused_and_readelf_agrees(driver_root):
             continue
         text = readelf(path, "-hl")
         if reason == "not an ELF file":
-            # The other messages are for a file that is shorter than a header.
+            # The last two messages are for a file that is shorter than a header.
             assert re.search(
                 "Not an ELF file|Failed to read file('s magic number| header)", text.stderr
             ), path

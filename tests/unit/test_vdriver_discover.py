@@ -452,7 +452,7 @@ def test_a_library_of_the_x32_abi_is_not_a_64_bit_library(tmp_path):
     assert [s.reason for s in driver.skipped] == ["32-bit x86_64"]
 
 
-def test_pipes_and_loops_named_like_a_driver_never_hang(tmp_path):
+def test_pipes_and_loops_named_like_a_driver_do_not_block_the_search(tmp_path):
     (tmp_path / DEBIAN).mkdir(parents=True)
     os.mkfifo(tmp_path / DEBIAN / "libcuda.so.1.2.3")
     link(tmp_path / DEBIAN / "libnvidia-ml.so.1.2.3", "libnvidia-ml.so.1.2.3")

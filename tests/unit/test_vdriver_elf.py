@@ -1,4 +1,4 @@
-"""Tests of vdriver.elf: facts about files from gcc and the linker, and hostile files."""
+"""Tests of vdriver.elf with files that gcc and the linker made, and with hostile files."""
 
 import ctypes
 import os
@@ -236,7 +236,7 @@ def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path
     _put(content, "note", 56, "12x")
     library = read_library(put(tmp_path / "a.so", bytes(content)))
     assert (library.abi, library.build_id) == ("Linux 6.1.0", None)
-    # Four bytes, followed by four of padding that pyelftools takes for the next note.
+    # Four bytes, followed by four bytes of padding, which pyelftools takes for the next note.
     _put(content, "note", 0, "<III4s4s4x", 4, 4, 6, b"GNU", b"four")
     with pytest.raises(LibraryError, match="a note is not aligned to 8 bytes"):
         read_library(put(tmp_path / "a.so", bytes(content)))

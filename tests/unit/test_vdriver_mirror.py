@@ -397,7 +397,7 @@ def test_a_drivers_own_library_is_not_a_control_library(host):
 
 
 def upgrade_some(host, *names):
-    """Upgrade some libraries to the next version, as a package manager in the middle of an upgrade."""
+    """Upgrade some libraries only, like a package manager in the middle of an upgrade."""
     lib = host / "root/usr/lib64"
     for name in names:
         (lib / f"{name}.so.{V}").unlink()
@@ -560,7 +560,10 @@ CALLS = {
 
 
 def killed_at(step, function):
-    """Run `function` in a child that is killed before file system call number `step`; return whether it was."""
+    """Run `function` in a child that is killed after `step` file system calls.
+
+    Return whether it was killed; False if it made no more calls than that.
+    """
     pid = os.fork()
     if pid == 0:
         count = 0

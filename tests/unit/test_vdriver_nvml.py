@@ -194,7 +194,7 @@ def test_a_library_that_is_not_nvml_is_refused(tmp_path):
 
 
 def route_of(build, links, *options):
-    """Return the route between the two GPUs of a library with NVLinks that have these ends."""
+    """Return the route between the two GPUs of a stand-in whose NVLinks have these ends."""
     path = build("libnvidia-ml.so.1", f"-DLINKS={links}", "-DLEVEL=0", *options)
     with Nvml(path) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]

@@ -87,7 +87,7 @@ def document():
 
 
 def put(document, path, value):
-    """Put a value into the document, or delete it with None."""
+    """Put a value into the document, or delete the key if the value is None."""
     for step in path[:-1]:
         document = document[step]
     if value is None:
@@ -124,7 +124,7 @@ def test_the_schema_closes_every_table_and_requires_a_source():
 @pytest.mark.parametrize(("path", "value", "fault"), MISSPELT)
 def test_the_schema_refuses_misspelt_names(document, path, value, fault):
     put(document, path, value)
-    # jsonschema used this wording before 4.21, as in Debian 12.
+    # Before 4.21, as in Debian 12, jsonschema prints "is too short".
     found = [one.replace("is too short", "should be non-empty") for one in faults(document)]
     assert found == [fault]
 

@@ -373,8 +373,8 @@ def test_an_undefined_symbol_is_a_failure_except_in_a_module_of_the_x_server(tmp
 
 
 def test_a_need_for_a_newer_c_library_is_not_a_failure(tmp_path, control):
-    """A package of a newer distribution has such a need: the library is linked with a stub of a
-    future libm.
+    """A package for a newer distribution has such a need. The library here is linked with a stub of
+    a future libm.
     """
     versions, stub = tmp_path / "versions", tmp_path / "libm.so.6"
     versions.write_text("GLIBC_9.99 { tidegate_new; };")
@@ -391,7 +391,7 @@ def test_a_need_for_a_newer_c_library_is_not_a_failure(tmp_path, control):
     )
 
 
-def test_a_machine_without_room_for_a_process_is_not_taken_for_a_locked_generation(
+def test_a_process_that_cannot_be_started_is_not_reported_as_a_locked_generation(
     generation, monkeypatch, capsys
 ):
     def run_out(*_, **__):
@@ -423,8 +423,8 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
 
 
 def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, control):
-    """On a host with a second driver, a run path may lead to that driver. It is recognised by name
-    or by soname.
+    """On a host with a second driver, a run path may lead to a library of that driver, which is
+    recognised by its file name or its soname.
     """
     other = tmp_path / "other"
     put(other / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="other"))
@@ -432,7 +432,7 @@ def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, c
     libraries = small_driver(V)
     for name, needed in (("libnvidia-fbc", "libnvcuvid.so.1"), ("libnvidia-cfg", "libharmless.so")):
         content = elf(f"{name}.so.1", (needed,), runpath=str(other))
-        # Unlike RUNPATH, RPATH is searched before LD_LIBRARY_PATH. The tag is changed in place.
+        # Unlike RUNPATH, RPATH is searched before LD_LIBRARY_PATH, so the tag is changed to RPATH.
         libraries[f"{name}.so.{V}"] = content.replace(
             (29).to_bytes(8, "little"), (15).to_bytes(8, "little"), 1
         )

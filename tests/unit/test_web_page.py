@@ -156,7 +156,7 @@ def test_a_container_that_ended_is_shown_while_it_is_within_the_chosen_period(
 
 
 def heights(page: BrowserPage, chart: str, kind: str = "own") -> list[float]:
-    """Return how high a container's band in a chart is at each of its steps, in percent of the chart."""
+    """Return the height of each band in a chart at each step, in percent of the chart."""
     return list(
         page.evaluate(
             f"[...document.querySelectorAll({json.dumps(chart + ' path.' + kind)})].map((path) => {{"
@@ -220,7 +220,7 @@ def test_charts_have_axes_with_units_and_memory_is_drawn_like_time(
     assert ends == [
         f"100 % 50 % 0 % {times}",
         f"15.5 GiB 7.8 GiB 0 {times}",
-        # Containers of one GPU have one scale: the least in which they all fit.
+        # Containers of one GPU share a scale: the smallest one that all of them fit.
         f"50 % 25 % 0 % {times}",
         f"4.0 GiB 2.0 GiB 0 {times}",
         f"50 % 25 % 0 % {times}",
@@ -310,7 +310,7 @@ def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named(
     assert said in row(page, 1)
     page.press("Tab", times=3)
     page.press("ArrowLeft")
-    assert said not in row(page, 1)  # it is not known for earlier moments
+    assert said not in row(page, 1)  # known only for the present
 
 
 HOSTILE = [
@@ -555,7 +555,7 @@ def test_parked_memory_is_drawn_as_such_and_not_as_memory_on_the_gpu(
     assert part(page, ".total.memory .slot:nth-child(2)") == pytest.approx(40, abs=1)
     assert page.evaluate("document.querySelector('.total.memory .mark').style.left") == "77.5%"
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
-    # The GPU's chart has only what is on the GPU, a container's chart what counts against its quota.
+    # The GPU's chart shows the memory on the GPU, a container's what counts against its quota.
     on_gpu = heights(page, ".sums > div:nth-child(2) svg")
     assert on_gpu == [[pytest.approx(part_of / 15.5, abs=0.02)] * 2 for part_of in (100, 600)]
     assert heights(page, ".sums > div:nth-child(2) svg", "parked") == []
@@ -567,7 +567,7 @@ def test_parked_memory_is_drawn_as_such_and_not_as_memory_on_the_gpu(
     page.press("ArrowLeft")
     assert "Memory then: 7.0 GiB in use, 8.0 GiB parked in host memory" in words(page, ".gpu")
     assert "8.0 GiB of it parked in host memory" in row(page, 1)
-    assert "memory is parked" not in row(page, 1)  # it is not known for earlier moments
+    assert "memory is parked" not in row(page, 1)  # known only for the present
 
 
 def test_a_repacked_screenshot_has_the_same_pixels(served: Served, page: BrowserPage) -> None:
@@ -580,7 +580,7 @@ def test_a_repacked_screenshot_has_the_same_pixels(served: Served, page: Browser
     width, height, kind, rows = png.read(packed)
     assert (width, height, {len(row) for row in rows}) == (360, 200, {360 * png.BYTES[kind]})
     assert len({row[i : i + 3] for row in rows for i in range(0, len(row), 3)}) > 20
-    # A browser reads the same pixels from the repacked image as from its own.
+    # A browser reads the same pixels from the repacked image as from the original.
     read = [
         page.evaluate(
             "(async () => {"

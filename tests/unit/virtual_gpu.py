@@ -1,11 +1,11 @@
-"""A model of a GPU's hardware scheduler on a virtual clock: channel groups in turn, a slice each.
+"""Model a GPU's hardware scheduler on a virtual clock: channel groups run in turn, a slice each.
 
 The model follows measurements on an H100 and an H200 (docs/reference/driver-calls.md):
 
-- A change of the context costs 80 us between two turns and 70 us of a turn; no context is charged.
+- A context switch costs 70 us at the end of a turn and 80 us before the next; neither is charged.
 - A group gives way at once when its work ends. A group without work costs nothing.
 - The end of a slice interrupts a kernel.
-- When channels are switched off or on, the turn ends, and the round begins anew at any group.
+- When channels are switched off or on, the turn ends, and a new round begins at a random group.
 
 A switch off or on takes effect at once here; the caller models the time that the driver's calls take.
 """
@@ -52,7 +52,7 @@ class VirtualContext:
             self._draw(self.next_at)
 
     def work(self) -> int:
-        """Return the amount of work at present, in ns; endless work is a very large number."""
+        """Return the work that is left, in ns; for endless work, a very large number."""
         if not self.mean:
             return 1 << 62
         return len(self.arrivals) * self.length - (self.length - self.left if self.left else 0)
@@ -82,7 +82,7 @@ class VirtualGpu:
         self._random = random.Random(2)  # noqa: S311
 
     def begin_anew(self) -> None:
-        """End the turn, and begin the round at any group."""
+        """End the turn, and begin a new round at a random group."""
         self.resident, self._slice_left = None, 0
         self._begin = self._random.randrange(len(self._order))
 

@@ -1,6 +1,6 @@
 /*
- * Copies and captures that were introduced with CUDA 13.2 to 13.5, loaded in front of the simulated
- * driver, which has those of 13.0. Each calls an older function that does the same.
+ * Functions for copies and captures that CUDA 13.2 to 13.5 introduced, loaded in front of the
+ * simulated driver, which has those of 13.0. Each calls an older function with the same effect.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
  */
@@ -133,7 +133,7 @@ int shim_n_drawn(void)
     return n_drawn;
 }
 
-/* Number of calls for such a stream that must not be made. */
+/* Returns the number of calls on such a stream that the control library must not make. */
 int shim_n_wrong(void)
 {
     return n_wrong;

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define SIGN_NS (500 * NS_PER_MS) /* a process that gave no sign for longer may have been stopped */
+#define SIGN_NS (500 * NS_PER_MS) /* a process that was silent for longer may be stopped */
 
 void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
                         struct report *reportp)

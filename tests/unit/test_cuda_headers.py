@@ -54,8 +54,7 @@ def test_written_names_can_be_read(tmp_path):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry that has one version, whose header declares `more`. No other header can be found.
-    """
+    """A registry with one version, whose header declares `more`; there is no other header."""
     monkeypatch.setattr(cuda_headers, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(cuda_abi, "packaged_include", lambda: None)
     monkeypatch.setattr(cuda_abi, "examine", lambda _: ([], ["all types"]))

@@ -638,9 +638,7 @@ def test_requests_beside_three_training_jobs_wait_hardly_longer_and_the_jobs_los
     assert r.mean(1) <= 1.2 * alone.mean(1)
     assert r.p99(1) <= 1.4 * alone.p99(1)
     rest = sum(r.used[i] for i in (2, 3, 4))
-    assert (
-        rest + r.used[1] >= 97
-    )  # a hundred context switches a second, and those for the turns
+    assert rest + r.used[1] >= 97  # a hundred context switches a second, and those for the turns
     assert [100 * r.used[i] / rest for i in (2, 3, 4)] == pytest.approx([37.5, 37.5, 25], abs=1.5)
     # One of the three is on at a time, with a short slice.
     for setting in r.settings:

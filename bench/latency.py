@@ -291,7 +291,7 @@ def _requests(service: Path) -> list[float]:
 
 
 def label_of(arm: Mapping[str, Any]) -> str:
-    """Return an arm's name, with the number of services above 1, and any requested guarantee."""
+    """Return an arm's name, with the number of services if there are several, and any guarantee."""
     label = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
     n = arm.get("services", 1)
     label += f"-{n}-services" if n > 1 else ""
@@ -362,7 +362,7 @@ def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, st
 
 
 def _gpu(machine: Machine) -> dict[str, Any]:
-    """Return a description of the GPU in the form of the results."""
+    """Return a description of the GPU in the format of the results."""
     machine.work /= "gpu"
     with BenchNode(machine, keep_machine=True) as node:
         return asdict(name_gpu(node))

@@ -152,8 +152,8 @@ static bool check_due(struct runner *runner, uint64_t now)
     return due;
 }
 
-/* Reports once that a process waits, until runner_due() is called again: a process could cause any
- * number of reports. */
+/* Reports that a process waits, but only once between two calls of runner_due(), because a process
+ * could otherwise cause any number of reports. */
 static void report_due(struct runner *runner, uint64_t now)
 {
     uint64_t one = 1;
@@ -408,8 +408,7 @@ RUNNER_EXPORT void runner_pause(struct runner *runner, int32_t tenant, bool paus
             arbiter_stop(runner->arbiter, os_now());
             runner->view.holder = ARBITER_NONE;
         }
-        /* Its page may have a grant of runner_open_all(), or one that such a grant is about to
-         * replace. */
+        /* Its page may contain a grant that runner_open_all() wrote or is about to replace. */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         runner_close_grant(t);
     }
@@ -430,8 +429,8 @@ static void leave_gangs(struct runner *runner)
 
 /*
  * With `open`, lets all containers start work at any time, because the GPU's own scheduler divides
- * the time between them; otherwise ends that. While the runner is open, the heartbeat continues,
- * and no container has a grant of the arbiter.
+ * the time between them. Without it, the arbiter divides the time again. While the runner is open,
+ * the heartbeat continues, and no container has a grant from the arbiter.
  */
 RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 {

@@ -6,7 +6,8 @@
  * count as being on the device. Their contents are in the process's own memory all the time.
  *
  * A command that waits for a word in the process's memory completes only in a call of that process,
- * so a process with such a command cannot be locked. A real GPU sees the store without such a call.
+ * so a process with such a command cannot be locked. A real GPU sees that the word was written
+ * without such a call.
  */
 #include "driver.h"
 

@@ -88,7 +88,9 @@ class Stamper:
     def end_step(self) -> None:
         """Raise RuntimeError if the step had a different number of units than the first one."""
         if self._position != len(self.labels):
-            raise RuntimeError(f"a step of {self._position} units after {len(self.labels)}")
+            raise RuntimeError(
+                f"a step had {self._position} units, but the first one had {len(self.labels)}"
+            )
 
     def stamp(self, label: str) -> None:
         """Mark the end of a unit in the current stream."""

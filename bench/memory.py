@@ -1,15 +1,15 @@
 """`python -m bench.memory`: puts a memory quota under attack.
 
-It runs bench/oom_stress.c in one container: processes that allocate and free at random in many
-threads, some of which are killed. No other program uses the GPU. During the run, the driver's own
-NVML is read a hundred times a second: the used memory of the GPU, and the memory of its processes.
-Every sample is written to memory.json.
+It runs bench/oom_stress.c in one container: several processes allocate and free memory at random
+in many threads, and some of the processes are killed. No other program uses the GPU. During the
+run, the driver's own NVML is read a hundred times a second: the used memory of the GPU, and the
+memory of its processes. Every sample is written to memory.json.
 
 The run fails if
 - more than the quota is used for longer than a second (the governor finds memory that the driver
   takes on its own within a second), or a call fails for a reason other than a lack of memory;
-- a process that takes all it can ends more than one allocation granule (2 MiB) below the quota, or
-  above it;
+- a process that allocates as much as it can stops more than one allocation granule (2 MiB) below
+  the quota, or above it;
 - the memory of a killed process is not available again within 100 ms of its end, or memory is
   still charged at the end of the run.
 

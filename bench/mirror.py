@@ -1,8 +1,9 @@
 """`python -m bench.mirror`: mirrors a node's whole driver, verifies it, and runs it in containers.
 
-Compares every file of the driver with readelf, times refreshes and `tidegate verify`, and, through
-the hook, starts containers that have no driver except the mirror: nvidia-smi, PyTorch, EGL and
-Vulkan. Writes report.json, and exits with status 1 if one of these steps failed.
+Compares what is read from each file of the driver with readelf's output, times refreshes and
+`tidegate verify`, and, through the hook, starts containers that have no driver except the mirror:
+nvidia-smi, PyTorch, EGL and Vulkan. Writes report.json, and exits with status 1 if one of these
+steps failed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def differences(library: Library) -> list[str]:
 
 
 def compare() -> dict[str, Any]:
-    """Compare every library and program of this machine's driver with readelf."""
+    """Compare what is read from this machine's driver with the output of readelf."""
     driver = find_driver()
     files = [driver.cuda, driver.nvml, *driver.libraries, *driver.libraries32, *driver.programs]
     differ = {f.path: d for f in files if (d := differences(f.library))}

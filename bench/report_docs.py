@@ -402,7 +402,7 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
 
 
 def _together(one: Mapping[str, Any]) -> str:
-    """Return the work of all jobs in percent, for several rounds with its minimum and maximum."""
+    """Return the work of all jobs in percent; also the minimum and maximum if there were rounds."""
     words = f"{sum(one['jobs']):.1f}"
     return (
         f"{words} ({one['jobs_from']:.1f} to {one['jobs_to']:.1f})" if "jobs_from" in one else words

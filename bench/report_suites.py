@@ -69,7 +69,7 @@ WORDS = {
         " container that takes what is left. In `settle-neighbour` a container that may be lent all"
         " of the GPU has 30 % while a neighbour works; the changes are the neighbour's first work"
         " and its last unit.\n\n"
-        '"Reached" is the first time within 3 points, even if the work moves away again. A'
+        '"Reached" is when the work first comes within 3 points, even if it moves away again. A'
         " window contains so few grants that it can be 3 points off without any change. For this"
         ' reason "off" is the distance from the new share over the half second that begins 200 ms'
         " after a change, in points; the largest distance over all changes is shown."
@@ -77,8 +77,8 @@ WORDS = {
     ),
     "killed": (
         "A working neighbour is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
-        " is the longest time in the following 0.3 s in which the remaining container ended no unit"
-        " of its work, less the time of one unit. It includes the usual wait for a turn.\n\n"
+        " is the longest time in the following 0.3 s in which the remaining container completed no"
+        " unit of its work, less the time of one unit. It includes the usual wait for a turn.\n\n"
         '"With the turn before" also counts how long the neighbour had worked before the event. The'
         " neighbour is at times entitled to two turns in a row."
         ' "Had the GPU" counts the events at which the neighbour was the container at work.'
@@ -186,7 +186,7 @@ def shapes(result: Result) -> list[Table]:
 
 
 def tokens_per_second(arm: Mapping[str, Any], share: float) -> float:
-    """Return the tokens per second of a container that decodes at `share` % of its speed alone."""
+    """Return the tokens per second of a container that has `share` % of its speed when alone."""
     return SEQUENCES * 1e9 / float(arm["tenants"][0]["unit_ns"]) * share / 100
 
 

@@ -315,7 +315,7 @@ def describe_violation(container: dict[str, Any], episode: dict[str, Any]) -> st
     if episode["kind"] == "memory":
         said = f"{_mebibytes(found)} MiB of memory held, {_mebibytes(allowed)} MiB allowed"
     elif episode["kind"] == "unregistered":
-        said = f"an unregistered process computes and holds {_mebibytes(found)} MiB"
+        said = f"an unregistered process uses the GPU and holds {_mebibytes(found)} MiB"
     else:
         said = f"work without a grant, {found} % of the GPU"
     return f"{said}, GPU {index}, process {episode['pid']}"

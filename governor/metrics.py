@@ -190,7 +190,9 @@ CONTAINER_METRICS = (
         "Memory that the driver took by itself: contexts, code",
     ),
     _gauge("container_memory_seen_bytes", CONTAINER, "Memory of its processes according to NVML"),
-    _gauge("container_memory_peak_bytes", CONTAINER, "Maximum memory that was in use at a time"),
+    _gauge(
+        "container_memory_peak_bytes", CONTAINER, "Maximum memory that was in use at any one time"
+    ),
     _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
     _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation is ongoing"),
     _gauge(
@@ -211,12 +213,12 @@ CONTAINER_METRICS = (
     _counter(
         "container_move_seconds",
         CONTAINER,
-        "Time that these moves took, of all processes together",
+        "Time that these moves took, summed over all processes",
     ),
     _counter(
         "container_away_seconds",
         CONTAINER,
-        "Time for which calls waited for its memory, of all threads together",
+        "Time for which calls waited for its memory, summed over all threads",
     ),
     _gauge("container_awaiting_calls", CONTAINER, "Calls that wait for its memory now"),
 )

@@ -1,9 +1,9 @@
 """Persistent state of the governor: claims, containers and their processes, in SQLite.
 
-The database is in WAL mode. A row is written before the answer that promises it is sent, so the
-next governor knows every promise of one that was killed. Writes do not wait for the disk (fsync):
-the kernel keeps the writes of a killed process, and after a loss of power the processes that they
-describe are gone as well.
+The database is in WAL mode. An answer is sent only after the row that it promises has been written,
+so the next governor knows every promise of one that was killed. Writes do not wait for the disk
+(fsync): the kernel keeps the writes of a killed process, and after a loss of power the processes
+that they describe are gone as well.
 
 The model in memory is authoritative. While the file cannot be written (for example, on a full
 disk), requests that can be refused are refused. Events that have happened (a process started or
@@ -206,7 +206,7 @@ class State:
             raise _DamageError(f"the file has version {version}")
         if version > VERSION:
             raise _NewerError(
-                f"the file has version {version}, but this governor knows {VERSION} at most"
+                f"the file has version {version}, but this governor supports {VERSION} at most"
             )
         (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if check != "ok":

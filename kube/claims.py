@@ -222,7 +222,7 @@ def _share(
     if memory < MIB:
         raise ClaimError(
             f"{reference}, request {request}: {MEMORY} is {memory} bytes",
-            hint="ask for whole Mi",
+            hint="ask for a whole number of Mi",
         )
     parameters = of_request(config, request, str(reference))
     limit = compute if parameters.compute_limit is None else parameters.compute_limit

@@ -144,7 +144,8 @@ class ClaimDriver:
         self._prepared: dict[str, Reference] = {}
         """The prepared claims, by uid; the governor has to know all of them."""
         self.entered: frozenset[str] = frozenset()
-        """Uids of the claims that the governor had at the last `differs`, without leaving ones."""
+        """Uids of the claims that the governor had at the last call of `differs`, except those that
+        it was removing."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()

@@ -61,7 +61,7 @@ RESERVE_S = 2.0
 """Time in seconds that a call must have left for work on a claim to begin."""
 MAX_DEADLINE_S = 86400.0
 """Maximum time in seconds that a call with a deadline has left. For a call without a deadline, gRPC
-returns centuries."""
+reports a remaining time of centuries."""
 ANSWER_S = 3.0
 """Time in seconds before its deadline at which a waiting call gives up and returns the reason."""
 SOCKET_LIMIT = 107

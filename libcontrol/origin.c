@@ -21,7 +21,7 @@ static CUresult origin_missing(void)
 }
 
 /*
- * The library's functions, found by the driver's functions that they replace. The driver answers
+ * The library's functions, indexed by the driver's functions that they replace. The driver answers
  * look-ups by cuGetProcAddress, and if its answer is in this table, the application gets the
  * library's function instead. The table uses open addressing, is built once and is at most half
  * full, so a look-up costs a multiplication and about one comparison.

@@ -122,7 +122,7 @@ def prepare_container(start: Start) -> str:
 
 
 def read_request(start: Start) -> Asked:
-    """Parse the container's request. Raise HookError if it is invalid on every node."""
+    """Parse the container's request. Raise HookError if no node could accept it."""
     annotations, document = start.annotations, start.bundle.document
     reservation = take_reservation(annotations)
     refuse_foreign(document)

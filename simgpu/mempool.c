@@ -119,7 +119,7 @@ CUresult mempool_choose(int ordinal, struct mempool *pool)
     return CUDA_SUCCESS;
 }
 
-/** mempool_destroy() - end the handle; the memory is released with the last block */
+/** mempool_destroy() - invalidate the handle; the memory is released with the last block */
 CUresult mempool_destroy(struct mempool *pool)
 {
     if (pool == standard[pool->ordinal])
@@ -151,7 +151,7 @@ static struct allocation *next_block(const struct mempool *pool, const struct al
     return item && item->base < pool_end(pool) ? item : NULL;
 }
 
-/* Number of units under these bytes that hold no memory. */
+/* Number of units in this range of addresses that have no memory. */
 static size_t units_missing(const struct mempool *pool, uintptr_t start, size_t size)
 {
     size_t n = 0;
@@ -286,7 +286,8 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
 /**
  * mempool_forget_stream() - forget a stream that ends
  *
- * Blocks whose free is pending in the stream stay pending, but no stream can reuse them until then.
+ * Blocks whose free is pending in the stream remain allocated until it takes effect, and no stream
+ * can reuse them before that.
  */
 void mempool_forget_stream(const struct stream *stream)
 {
@@ -330,7 +331,7 @@ void mempool_trim(struct mempool *pool, uint64_t keep)
     units_release(pool, keep / UNIT * UNIT + (keep % UNIT ? UNIT : 0));
 }
 
-/** mempool_synchronized() - trim pools to their thresholds, when the process waited for a device */
+/** mempool_synchronized() - trim pools to their thresholds after the process waited for a device */
 void mempool_synchronized(const struct device *device)
 {
     for (struct mempool *pool = mempools; pool; pool = pool->next) {
@@ -406,7 +407,8 @@ CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const 
     }
 }
 
-/** mempool_forget() - end all handles; `owner` is false if the parent process owns the pools */
+/** mempool_forget() - invalidate all handles; `owner` is false if the parent process owns the pools
+ */
 void mempool_forget(bool owner)
 {
     while (mempools) {

@@ -96,7 +96,7 @@ def fences(text: str) -> list[Fence]:
 
 
 def _outdented(lines: list[str]) -> list[str]:
-    """Return a block without the common indentation of its lines, as within a list."""
+    """Return a block without the indentation that its lines have in common, if it is in a list."""
     margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     return [line[margin:] for line in lines]
 

@@ -100,7 +100,7 @@ def hide_exports(content: bytes, names: Collection[str]) -> bytes:
             for relocation in section.iter_relocations():
                 if relocation["r_info_sym"] in hidden:
                     name = hidden[relocation["r_info_sym"]]
-                    raise ValueError(f"refers to {name} itself, which the driver lacks")
+                    raise ValueError(f"uses its own function {name}, which the driver lacks")
     result = bytes(patched)
     if _defined(result) != _defined(content) - frozenset(names):
         raise ValueError("cannot be patched: hiding the names also changes other symbols")

@@ -1,9 +1,9 @@
 """Removes the generations of the mirror that no container uses any more (`tidegate gc`).
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
-one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-every generation that a process or namespace that it cannot examine could use is kept. The search
-may take a minute; only the locks of the generations are held during it, so a refresh does not wait.
+one of its directories open (`vdriver.namespaces` finds both). A generation that might be in use
+where the search has no permission to look is kept. The search may take a minute; only the locks of
+the generations are held during it, so a refresh does not wait.
 The lock of the driver directory is taken for the removal.
 
 A library that is only mapped, because its process lost the mount, does not count as a use: a

@@ -56,7 +56,7 @@ class Tree:
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
-        """Return a link's target, or None for another file; raise OSError if it does not exist."""
+        """Return a link's target, None for any other file; raise OSError if no file exists."""
         if path not in self._links:
             host = self.host(path)
             is_link = stat.S_ISLNK(os.lstat(host).st_mode)

@@ -3,9 +3,9 @@
 
     torch_service.py --model resnet18|decode-graph --requests MEAN_US --seconds S --out FILE
 
-A request is a forward pass of ResNet18 over a batch of images, or some tokens of a decoder as CUDA
-graphs, each read back before the next one begins. The records of request_loop.py are written to
-FILE. The service needs PyTorch, a driver, and the modules in this directory.
+A request is a forward pass of ResNet18 over a batch of images, or a few tokens of a decoder. Each
+token is one CUDA graph, and is read back before the next one begins. The records of request_loop.py
+are written to FILE. The service needs PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_step import Decode, DecodeGraph
 
 IMAGES = 8
 TOKENS = 2
-"""Tokens of a request for each of the decoder's sequences; a token takes 1.1 ms (H200)."""
+"""Tokens per request and sequence of the decoder; a token takes 1.1 ms (H200)."""
 WARM_UP = 50
 """Number of requests that are not recorded, at the start."""
 
@@ -77,7 +77,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--units", type=int, help="images or tokens of a request")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--out", default="/dev/null", help="the file of requests")
+    parser.add_argument("--out", default="/dev/null", help="file for the records of the requests")
     parser.add_argument("--wait-file", help="create WAIT_FILE.ready, then wait for WAIT_FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny version, for tests")

@@ -1,9 +1,10 @@
 """Make calls to NVIDIA's kernel module, as described by the table in `calls`.
 
-A `DriverClient` is a client of this process. An object of another client is identified by the pair
-of client and object. A call on a foreign client is accepted only through the open file with which
-that client was allocated (`discovery` duplicates it from the process). Calls take 0.1 to 0.7 ms,
-and wait for locks that all GPUs of the host share, so they are made on a separate thread.
+A `DriverClient` is a client of the kernel module, and belongs to this process. An object of another
+client is identified by the pair of client and object. A call on a foreign client is accepted only
+through the open file with which that client was allocated (`discovery` duplicates it from the
+process). Calls take 0.1 to 0.7 ms, and wait for locks that all GPUs of the host share, so they are
+made on a separate thread.
 """
 
 from __future__ import annotations

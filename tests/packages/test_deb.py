@@ -1,6 +1,7 @@
 """The life of the Debian package on fresh systems, from the installation to the purge.
 
-The system is a debootstrap of the release with its own engines, in a node of namespaces (node.py).
+Each system is a root made by debootstrap, with the release's engines. It runs in namespaces that stand for a node
+(node.py).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
     docker = of_the_node(docker_kind)(host, {str(node.gpu): SIMGPU})
     docker.start(image)
     running.append(start(docker, {"memory": "1Gi", "compute": "10"}))
-    wait_for(lambda: len(node.books()) == 3, "the one that ended to leave the books")
+    wait_for(lambda: len(node.books()) == 3, "the removed container to be forgotten")
     known = node.books()
 
     # Upgrade, as the package's scripts do it under systemd: running containers continue with their library, and new
@@ -176,7 +177,7 @@ def test_the_package_is_installed_runs_is_upgraded_and_purged_without_a_trace(
 def test_the_lintian_of_the_release_has_no_error_for_the_package(
     node: PackageNode, deb: Path
 ) -> None:
-    """A newer release's lintian has rules that lintian lacks where the package is built."""
+    """The lintian of a newer release has rules that the lintian of the build machine lacks."""
     node.apt("install", "lintian")
     # The C programs are linked statically on purpose. Older releases take them for libraries, and complain about an
     # override of a tag that they do not find.

@@ -105,8 +105,8 @@ def go_on():
 ANSWER_S = 120.0
 
 IN_TIME_S = 0.9
-"""Seconds after sending a program within which a test has to publish a sample: a refusal waits
-1.2 s for one. If a busy machine takes longer, the refusal of the process may have been correct."""
+"""Longest time in seconds between sending a program and publishing a sample: a refusal waits 1.2 s
+for one. If a busy machine takes longer, the refusal of the process may have been correct."""
 
 
 class Agent:
@@ -179,7 +179,7 @@ class Agent:
 
     @property
     def charged(self) -> int:
-        """Bytes charged for calls, of the memory that NVML attributes to the process."""
+        """The part of the charge, in bytes, that NVML attributes to the process."""
         return self.field("memory") - self.field("unseen")
 
     @property

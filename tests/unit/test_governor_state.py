@@ -317,7 +317,7 @@ def test_a_file_of_a_newer_version_is_set_aside(
     assert path.with_name(f"{NAME}.newer-1").exists()
     said = capsys.readouterr().out
     assert "database-newer" in said
-    assert "the file has version 99, but this governor knows 2 at most" in said
+    assert "the file has version 99, but this governor supports 2 at most" in said
     state.put(row(1))
     newer = tmp_path / "copy"
     shutil.copy(path.with_name(f"{NAME}.newer-1"), newer)

@@ -142,16 +142,18 @@ def test_hiding_names_changes_nothing_else_in_the_file(tmp_path):
 def test_a_library_that_refers_to_a_hidden_name_is_refused(tmp_path):
     """The library would not load, because the loader binds every name at load time."""
     path = compile_library(tmp_path / "a.so", "a.so", ["alpha", "beta"])  # not -Bsymbolic
-    with pytest.raises(ValueError, match="refers to alpha itself, which the driver lacks"):
+    with pytest.raises(ValueError, match="uses its own function alpha, which the driver lacks"):
         hide_exports(path.read_bytes(), {"alpha"})
 
 
-def test_a_control_library_that_cannot_be_fitted_fails_the_refresh_in_one_line(host, build_dir):
+def test_a_control_library_that_cannot_be_fitted_ends_the_refresh_with_a_one_line_error(
+    host, build_dir
+):
     control = host / "control"
     shutil.copytree(build_dir / "libcontrol", control, ignore=shutil.ignore_patterns("*.p"))
     (control / "libcuda.so.1").unlink()
     (host / "empty").mkdir()
     empty = compile_library(host / "empty/o.so", "libcuda-origin.so.1", [])
     compile_library(control / "libcuda.so.1", "libcuda.so.1", ["cuInit", "cuNew"], needed=[empty])
-    with pytest.raises(MirrorError, match=r"libcuda\.so\.1: refers to cuNew itself.*--control-dir"):
+    with pytest.raises(MirrorError, match=r"libcuda\.so\.1: uses its own function cuNew.*--control-dir"):
         refresh(host / "root", host / "out", control)

@@ -52,7 +52,9 @@ def body(program: ProgramCheck) -> None:
     for _ in range(3):
         fast_loss, fast_gradients = step(compiled, x)
     near = all(abs(a - b) <= 1e-2 * abs(a) for a, b in zip(gradients, fast_gradients, strict=True))
-    program.check("the compiled loss is the plain one", abs(loss - fast_loss) <= 1e-2 * abs(loss))
+    program.check(
+        "the compiled loss equals the plain one", abs(loss - fast_loss) <= 1e-2 * abs(loss)
+    )
     program.check("the compiled gradients are the plain ones", near, (gradients, fast_gradients))
     program.value("loss", fast_loss, 1e-2)
     program.value("gradients", fast_gradients, 1e-2)

@@ -24,8 +24,8 @@ SLACK = 48 * MIB
 
 BURNS = 20
 
-# A process that has launched may have threads that it did not start: the driver's, or those of the
-# control library. Python then warns when it forks.
+# A process that has launched a kernel may have threads that it did not start: the driver's, or
+# those of the control library. Python then warns when it forks.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 CHILD_S = 60
 
@@ -127,8 +127,10 @@ def time_return(program: ProgramCheck, cuda: Cuda, ending: str) -> None:
         back = wait_until(lambda: cuda.memory()[0] >= before - SLACK, 10, every=0.001)
         taken = (time.monotonic() - ended) * 1000
     free, total = cuda.memory()
-    program.check(f"a child that is {ending} was ready", ready == b"ready\n", ready)
-    program.check(f"a child that is {ending} shows in cuMemGetInfo", held >= BLOCK, held)
+    program.check(f"a child is ready before it is {ending}", ready == b"ready\n", ready)
+    program.check(
+        f"cuMemGetInfo shows the memory of a child before it is {ending}", held >= BLOCK, held
+    )
     program.check(
         f"the memory of a child that is {ending} comes back soon",
         back and taken <= program.within_ms,
@@ -150,7 +152,7 @@ def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     cuda.start()
     cuda.burn(100_000)
-    answers["executed"] = by_exec()
+    answers["started by exec"] = by_exec()
     answers["spawned"] = by_posix_spawn()
     for how, answer in answers.items():
         program.check(f"a child {how} uses the GPU", answer == wanted, answer)

@@ -43,7 +43,7 @@ def inference(program: ProgramCheck) -> None:
             graph.replay()
             found.append(out.sum().item())
     off = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    program.check("a replayed forward pass is the eager one", off < 1e-2, off)
+    program.check("a replayed forward pass gives the result of the eager one", off < 1e-2, off)
     program.value("forward", found, 1e-2)
 
 
@@ -73,7 +73,7 @@ def training(program: ProgramCheck) -> None:
         graph.replay()
         replayed.append(loss.item())
     off = max(abs(a - b) for a, b in zip(eager, replayed, strict=True))
-    program.check("a replayed training step is the eager one", off < 1e-2, off)
+    program.check("a replayed training step gives the result of the eager one", off < 1e-2, off)
     program.value("losses", replayed, 1e-2)
 
 
@@ -89,7 +89,11 @@ def callables(program: ProgramCheck) -> None:
             given = x.clone().requires_grad_()
             model(given).pow(2).sum().backward()
         sizes.append(given.grad.abs().mean().item() if given.grad is not None else 0.0)
-    program.check("a graphed callable is the plain one", abs(sizes[0] - sizes[1]) < 1e-3, sizes)
+    program.check(
+        "a graphed callable gives the result of the plain one",
+        abs(sizes[0] - sizes[1]) < 1e-3,
+        sizes,
+    )
     program.value("gradient through a graphed callable", sizes[1], 1e-2)
 
 

@@ -165,7 +165,9 @@ def serve(program: ProgramCheck) -> None:
         out = decode(weights, cache, again)
     replayed = decode_all(cache, lambda: (graph.replay(), out)[1], again)
     off = max(abs(a - b) for a, b in zip(eager, replayed, strict=True))
-    program.check("a replayed step is the eager one", off <= 1e-2 * max(eager), off)
+    program.check(
+        "a replayed step gives the result of the eager one", off <= 1e-2 * max(eager), off
+    )
     program.check("sequences ended, and others began", again.replaced >= BATCH, again.replaced)
     program.value("checksums of the steps", replayed, 2e-2)
 

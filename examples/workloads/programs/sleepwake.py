@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tests sleep and wake of a serving engine: memory leaves its addresses, and returns to them.
+"""Tests sleep and wake of a serving engine: memory is unmapped and mapped again.
 
-The addresses stay reserved. To sleep, the contents are copied to pinned host memory and the memory
-is unmapped and released; to wake, new memory is mapped at the same addresses and filled again.
+The addresses stay reserved. When the engine goes to sleep, the contents are copied to pinned host
+memory, and the memory is unmapped and released. When it wakes, new memory is mapped at the same
+addresses and filled again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Access(ctypes.Structure):
 
 
 class Weights:
-    """Memory that leaves its addresses and returns to them."""
+    """Memory that can be unmapped, and mapped again at the same addresses."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
@@ -90,7 +91,9 @@ def body(program: ProgramCheck) -> None:
     saved, again = (cuda.get("cuMemHostAlloc", SIZE, 0) for _ in range(2))
     first = random.Random(7).randbytes(REGION)  # noqa: S311 - a pattern, no secret
     weights = Weights(cuda)
-    program.check("regions are of whole units", REGION % weights.granularity == 0, REGION)
+    program.check(
+        "regions are multiples of the granularity", REGION % weights.granularity == 0, REGION
+    )
     weights.map()
     for i in range(REGIONS):
         cuda.call("cuMemcpyHtoD_v2", weights.address + i * REGION, ctypes.c_char_p(first), REGION)

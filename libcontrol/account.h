@@ -100,6 +100,7 @@ struct account_charge {
     uint64_t claimed; /* bytes of the call that is under way */
     uint64_t taking;  /* bytes that the driver is about to take on its own */
     bool inside;      /* the call keeps parked memory from moving until it ends */
+    bool shared;      /* the call ends one of several openings of the block */
 };
 
 /* What the container uses of a GPU, and its quota, in bytes. The use is what its processes are

@@ -140,8 +140,8 @@ void account_record(const struct account_charge *charge, uint64_t key)
         account_note_peak(charge->device);
 }
 
-/* Removes the block from the table. A key that is not in the table is left for the driver to
- * check. */
+/* Removes the block from the table, or leaves it there if it is open more than once. A key that is
+ * not in the table is left for the driver to check. */
 void account_forget(struct account_charge *charge, enum account_kind kind, uint64_t key)
 {
     struct block *block;
@@ -152,7 +152,8 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
     account_measure(charge, kind, 0);
     block = blocks_lock(charge->kind, key);
     if (block && block->count > 1) {
-        block->count--;
+        charge->device = block->device;
+        charge->shared = true;
     } else if (block) {
         charge->device = block->device;
         charge->flags = block->flags;
@@ -165,6 +166,24 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
     blocks_unlock(charge->kind, key);
 }
 
+/* One of several openings of a block has ended. Other threads may have ended the others while the
+ * driver was called, so the block may have to be refunded. */
+static void account_closed(const struct account_charge *charge, uint64_t key)
+{
+    struct block *block = blocks_lock(charge->kind, key);
+    struct block gone = {0};
+
+    if (block && !--block->count) {
+        gone = *block;
+        blocks_remove(block);
+    }
+    blocks_unlock(charge->kind, key);
+    if (likely(!gone.key))
+        return;
+    account_give(gone.device, gone.size, gone.flags & BLOCK_UNSEEN);
+    atomic_add_relaxed(&pages_ledger_device((unsigned)gone.device)->blocks, -1ull);
+}
+
 /* Refunds the block if the driver has freed it, and otherwise puts it back. */
 void account_forgotten(struct account_charge *charge, uint64_t key, CUresult result)
 {
@@ -172,6 +191,11 @@ void account_forgotten(struct account_charge *charge, uint64_t key, CUresult res
 
     if (charge->device < 0)
         return;
+    if (unlikely(charge->shared)) {
+        if (result == CUDA_SUCCESS)
+            account_closed(charge, key);
+        return;
+    }
     blocks_lock(charge->kind, key);
     if (unlikely(result != CUDA_SUCCESS)) {
         blocks_add(&(struct block){.key = key,

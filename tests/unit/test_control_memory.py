@@ -427,6 +427,25 @@ def test_memory_opened_by_ipc_is_charged_once_and_closed_again_if_it_does_not_fi
     guest.run("driver.get('cuIpcOpenMemHandle_v2', handle, 1)")
 
 
+def test_a_failed_close_of_memory_that_is_open_twice_ends_neither_opening(node) -> None:
+    owner, guest = node.agent(), node.agent()
+    owner.run("block = driver.allocate(100 << 20); handle = ctypes.create_string_buffer(64)")
+    owner.run("driver.call('cuIpcGetMemHandle', handle, block)")
+    secret = owner.run("handle.raw.hex()")
+    guest.run("class Handle(ctypes.Structure): _fields_ = [('reserved', ctypes.c_char * 64)]")
+    guest.run(f"handle = Handle.from_buffer_copy(bytes.fromhex('{secret}'))")
+    guest.run("opened = [driver.get('cuIpcOpenMemHandle_v2', handle, 1) for _ in range(2)]")
+    guest.run("context = ctypes.c_void_p(); driver.call('cuCtxGetCurrent', ctypes.byref(context))")
+    guest.run("driver.call('cuCtxSetCurrent', None)")
+    with pytest.raises(CudaError, match="INVALID_CONTEXT"):
+        guest.run("driver.call('cuIpcCloseMemHandle', opened[0])")
+    guest.run("driver.call('cuCtxSetCurrent', context)")
+    guest.run("driver.call('cuIpcCloseMemHandle', opened[0])")
+    assert guest.field("memory") == guest.field("unseen") == 100 * MIB
+    guest.run("driver.call('cuIpcCloseMemHandle', opened[1])")
+    assert guest.field("memory") == guest.field("unseen") == guest.field("blocks") == 0
+
+
 def descriptor(
     width: int, height: int, depth: int, *, form: int = 0x20, channels: int = 4, flags: int = 0
 ) -> str:

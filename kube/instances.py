@@ -156,17 +156,33 @@ class Instance:
             self._write(registered=registered)
 
     def leads(self) -> bool:
-        """Return whether this instance publishes and reconciles; clean up after dead instances."""
-        return not self.name or not any(
+        """Return whether this instance publishes and reconciles; clean up after dead instances.
+
+        Raise SocketError if the kubelet's directories cannot be used any more.
+        """
+        if not self.name:
+            return True
+        try:
+            others = self.clean()
+        except OSError as e:
+            raise SocketError(
+                f"{e.filename or self._directory}: {e.strerror}",
+                hint="start the driver again, which creates its directory; see --kubelet-dir",
+            ) from e
+        return not any(
             other["registered"] and (other["started"] > self._started or not self._registered)
-            for other in self.clean()
+            for other in others
         )
 
     def has_successor(self) -> bool:
         """Return whether a later instance, which serves once this one ends, is registered."""
-        return bool(self.name) and any(
-            other["registered"] and other["started"] > self._started for other in self.clean()
-        )
+        if not self.name:
+            return False
+        try:
+            others = self.clean()
+        except OSError:  # nothing can be learnt of the others, and this one ends in any case
+            return False
+        return any(other["registered"] and other["started"] > self._started for other in others)
 
     def clean(self) -> list[dict[str, Any]]:
         """Remove the files of dead instances; return the states that the live ones have written."""

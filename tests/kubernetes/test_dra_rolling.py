@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import pytest
 from kube.driver import ClaimDriver
 from kube.errors import SocketError
 from kube.instances import Instance
+from kube.names import DRIVER
 from tests.kubernetes.conftest import Stand
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.kubelet import Kubelet, wait_for
@@ -234,6 +236,26 @@ def test_the_latest_registered_instance_leads(places: tuple[Path, Path]) -> None
     assert new.leads()
     assert not new.has_successor()
     new.close()
+
+
+def test_a_driver_whose_directory_was_removed_ends_with_one_line(stand: Stand) -> None:
+    stand.up("--instance", OLD)
+    shutil.rmtree(stand.kubelet.directory / "plugins" / DRIVER)
+    assert stand.process is not None
+    assert stand.process.wait(15) == SocketError.status
+    # Which part of the driver notices it first depends on the moment.
+    assert "Traceback" not in stand.text()
+    assert stand.text().splitlines()[-1].startswith("tidegate-dra: ")
+
+
+def test_an_instance_without_its_directory_has_no_successor(places: tuple[Path, Path]) -> None:
+    own = Instance(*places, "own")
+    own.start()
+    shutil.rmtree(places[0])
+    with pytest.raises(SocketError, match="No such file or directory"):
+        own.leads()
+    assert not own.has_successor()
+    own.close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"started": "x"}', '{"registered": true}'])

@@ -140,6 +140,8 @@ class Announcer:
             item = self._queue.get()
             if item is None:
                 return
+            if self._forbidden:  # the events that were queued before the refusal
+                continue
             try:
                 self._cluster.create_event(*item)
             except ClusterError as e:

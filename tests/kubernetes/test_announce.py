@@ -105,7 +105,8 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_the_right_to_write_events_only_one_request_is_made() -> None:
     events = CollectedEvents(http=403)
     announcer = Announcer(events, "node-1")
-    announcer.refused(Reference("ns", "c", "u"), None, ClaimError("a", hint="x"))
+    document = claim("c", "ns")  # it has a pod, so there are two events
+    announcer.refused(Reference(*reference(document)), document, ClaimError("a", hint="x"))
     end(announcer)
     for number in range(9):
         announcer.refused(Reference("ns", "c", "u"), None, ClaimError(str(number), hint="x"))

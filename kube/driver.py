@@ -1,8 +1,10 @@
 """Prepares claims for the kubelet and takes them back.
 
 Calls are idempotent and may be interrupted. In both directions the governor, which writes its state
-before it answers, comes first, and then the CDI file. A file thus never contains more than the
-governor knows, and a missing one is created when the kubelet asks again.
+before it answers, comes first, and then the CDI file. A file is thus written only for a claim that
+the governor knows, and a missing one is created when the kubelet asks again. A file that is left
+over from a claim that was taken back is of no use, because the governor no longer knows the claim,
+and is removed when the kubelet asks again or the claims are reconciled.
 
 A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. Therefore a
 call waits for temporary conditions to pass: a governor or an API server that is being restarted, or

@@ -33,7 +33,12 @@ class UnitPolicy:
     strategy: str = "auto"
 
     def share(self, units: int, all_units: int) -> tuple[int, int]:
-        """Return the guarantee and the cap, in percent, for `units` of a GPU's `all_units`."""
+        """Return the guarantee and the cap, in percent, for `units` of a GPU's `all_units`.
+
+        Shares in proportion are rounded down to whole percent, so they never add up to more than
+        100. The exception is the least guarantee, 1 %, where it is more than the proportion: on a
+        GPU with more than 100 units, the governor may refuse a container although units are left.
+        """
         part = units * 100 // all_units if self.compute is None else self.compute
         part = min(max(part, 1), 100)
         return part, max(part, self.compute_limit)

@@ -472,6 +472,22 @@ def test_proportional_shares_of_compute_never_exceed_a_gpu(sizes: list[int]) -> 
     assert sums[1] <= 100
 
 
+@pytest.mark.parametrize("total", [100, 101, 140, 141, 200, 287])
+@settings(max_examples=examples(50))
+@given(st.data())
+def test_compute_adds_up_to_more_than_a_gpu_only_with_shares_below_a_percent(
+    total: int, data: st.DataObject
+) -> None:
+    """The least guarantee is 1 %, so a GPU has room for 100 containers, even if it has more units."""
+    assert sum(UnitPolicy().share(1, total)[0] for _ in range(100)) == 100
+    least = -(-total // 100)
+    left, shares = total, 0
+    while left >= least:
+        size = data.draw(st.integers(least, left))
+        left, shares = left - size, shares + UnitPolicy().share(size, total)[0]
+    assert shares <= 100
+
+
 def test_a_fixed_share_raises_a_lower_limit() -> None:
     assert UnitPolicy(compute=25, compute_limit=10).share(4, 80) == (25, 25)
     assert UnitPolicy(compute_limit=50).share(8, 80) == (10, 50)

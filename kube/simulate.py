@@ -181,9 +181,10 @@ class SimulatedCluster:
                     if self._draw.randrange(ties) == 0:
                         best = (node, gpus)
                 if feasible >= self._enough:
+                    self._next = (node + 1) % nodes
                     break
             node = node + 1 if node + 1 < nodes else 0
-        self._next = (node + 1) % nodes
+        # A search of all nodes ends where it began, so the next one begins there as well.
         return best
 
     def change(self, node: int, gpus: Sequence[int], shape: PodShape, cpu: int, sign: int) -> None:

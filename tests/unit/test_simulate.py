@@ -72,6 +72,16 @@ def test_as_many_feasible_nodes_are_scored_as_kube_scheduler_scores() -> None:
     assert 420 <= second[0] < 840
 
 
+def test_a_search_of_all_nodes_does_not_move_the_beginning_of_the_next() -> None:
+    """kube-scheduler begins as many nodes later as it examined, which is once around the cluster."""
+    many = cluster(1000)
+    many.choose(PodShape(1, 50, 50))
+    begin = many._next
+    assert begin == 420
+    assert many.choose(PodShape(9, 50, 50)) is None
+    assert many._next == begin
+
+
 def test_a_pod_that_shares_takes_a_whole_gpu_where_gpus_are_not_shared() -> None:
     assert cluster(1, ARMS[0]).needs(PodShape(1, 20, 30)) == PodShape(1, WHOLE, WHOLE)
     assert cluster(1, SHARED).needs(PodShape(1, 20, 30)) == PodShape(1, 20, 30)

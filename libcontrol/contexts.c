@@ -147,11 +147,14 @@ static struct context *begin_destroy(CUcontext handle)
 static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result)
 {
     uint64_t moving;
+    int device;
 
     if (c && result != CUDA_SUCCESS) {
+        /* As soon as the handle is back, another thread may end the context and reuse its place. */
         moving = c->moving;
+        device = c->device;
         atomic_store_release(&c->handle, handle);
-        account_landed(c->device, moving, false);
+        account_landed(device, moving, false);
     } else if (c) {
         moving = c->moving;
         context_gone(c->device, context_owner(c));

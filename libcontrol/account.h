@@ -186,10 +186,11 @@ void account_unrelax(CUstreamCaptureMode *mode);
 #define OWNER_LAST    254
 #define OWNER_NONE    0xff /* the block does not end with a context */
 
-uint8_t contexts_owner(void);           /* owner of what is allocated in the current context */
-bool contexts_several(void);            /* whether contexts other than the primary one exist */
-int contexts_device(CUcontext context); /* index in the grant; -1: unknown */
-void contexts_stream_gone(void);        /* a stream of the current context was destroyed */
+uint8_t contexts_owner(void);                /* owner of what is allocated in the current context */
+bool contexts_several(void);                 /* whether contexts other than the primary one exist */
+int contexts_device(CUcontext context);      /* index in the grant; -1: unknown */
+int contexts_stream_device(CUstream stream); /* need not be that of the current context */
+void contexts_stream_gone(int device);       /* a stream of this GPU was destroyed */
 void contexts_after_fork(void);
 
 /* ---- modules.c, hidden.c ---- */

@@ -107,31 +107,53 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
  */
 #define CONTEXTS_STREAM (576ull << 10)
 
-static CUresult stream_made(CUresult result)
+static CUresult stream_made(CUresult result, int device)
 {
     if (result == CUDA_SUCCESS)
-        account_driver_takes(pages_index_current(), CONTEXTS_STREAM);
+        account_driver_takes(device, CONTEXTS_STREAM);
     return result;
 }
 
-void contexts_stream_gone(void)
+void contexts_stream_gone(int device)
 {
-    account_driver_gives(pages_index_current(), CONTEXTS_STREAM);
+    account_driver_gives(device, CONTEXTS_STREAM);
+}
+
+int contexts_stream_device(CUstream stream)
+{
+    CUcontext ctx;
+    int device = -1;
+
+    if (unlikely(pages_n_devices() > 1) && stream > CU_STREAM_PER_THREAD &&
+        driver->cuStreamGetCtx(stream, &ctx) == CUDA_SUCCESS)
+        device = contexts_device(ctx);
+    return device >= 0 ? device : pages_index_current();
+}
+
+static int green_device(CUgreenCtx green)
+{
+    struct block *block = blocks_lock(BLOCK_GREEN, (uintptr_t)green);
+    int device = block ? block->device : -1;
+
+    blocks_unlock(BLOCK_GREEN, (uintptr_t)green);
+    return device;
 }
 
 CONTROL_EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags)
 {
-    return stream_made(real->cuStreamCreate(phStream, Flags));
+    return stream_made(real->cuStreamCreate(phStream, Flags), pages_index_current());
 }
 
 CONTROL_EXPORT CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags,
                                                    int priority)
 {
-    return stream_made(real->cuStreamCreateWithPriority(phStream, flags, priority));
+    return stream_made(real->cuStreamCreateWithPriority(phStream, flags, priority),
+                       pages_index_current());
 }
 
 CONTROL_EXPORT CUresult cuGreenCtxStreamCreate(CUstream *phStream, CUgreenCtx greenCtx,
                                                unsigned int flags, int priority)
 {
-    return stream_made(real->cuGreenCtxStreamCreate(phStream, greenCtx, flags, priority));
+    return stream_made(real->cuGreenCtxStreamCreate(phStream, greenCtx, flags, priority),
+                       green_device(greenCtx));
 }

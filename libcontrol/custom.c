@@ -134,10 +134,10 @@ CONTROL_EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream hStream, CUevent hEvent,
     return wait_end(joins, real->cuStreamWaitEvent_ptsz(hStream, hEvent, Flags));
 }
 
-static CUresult stream_gone(CUstream stream, CUresult result)
+static CUresult stream_gone(CUstream stream, int device, CUresult result)
 {
     if (result == CUDA_SUCCESS) {
-        contexts_stream_gone();
+        contexts_stream_gone(device);
         if (gate_captures())
             gate_capture_end(stream); /* its capture ended with it */
     }
@@ -146,14 +146,18 @@ static CUresult stream_gone(CUstream stream, CUresult result)
 
 CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 {
+    int device = contexts_stream_device(hStream);
+
     gate_forget_stream(hStream);
-    return stream_gone(hStream, real->cuStreamDestroy_v2(hStream));
+    return stream_gone(hStream, device, real->cuStreamDestroy_v2(hStream));
 }
 
 CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 {
+    int device = contexts_stream_device(hStream);
+
     gate_forget_stream(hStream);
-    return stream_gone(hStream, real->cuStreamDestroy(hStream));
+    return stream_gone(hStream, device, real->cuStreamDestroy(hStream));
 }
 
 /* ---- captures: while there are none, no launch has to ask whether its stream is capturing ---- */

@@ -34,6 +34,9 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device);
 int cuCtxCreate_v2(void **context, unsigned flags, int device);
 int cuCtxDestroy_v2(void *context);
 int cuCtxGetCurrent(void **context);
+int cuCtxPopCurrent_v2(void **context);
+int cuCtxPushCurrent_v2(void *context);
+int cuStreamCreate(void **stream, unsigned flags);
 int cuDevicePrimaryCtxRetain(void **context, int device);
 int cuDevicePrimaryCtxRelease_v2(int device);
 int cuDevicePrimaryCtxReset_v2(int device);
@@ -199,6 +202,23 @@ int cuGreenCtxDestroy(int *green)
 
     free(green);
     return NEXT(cuDevicePrimaryCtxRelease_v2)(device);
+}
+
+int cuGreenCtxStreamCreate(void **stream, int *green, unsigned int flags, int priority)
+{
+    void *primary;
+    int r;
+
+    (void)priority;
+    r = NEXT(cuDevicePrimaryCtxRetain)(&primary, *green);
+    if (!r)
+        r = NEXT(cuCtxPushCurrent_v2)(primary);
+    if (!r) {
+        r = NEXT(cuStreamCreate)(stream, flags);
+        NEXT(cuCtxPopCurrent_v2)(&primary);
+    }
+    NEXT(cuDevicePrimaryCtxRelease_v2)(*green);
+    return r;
 }
 
 /* ---- memory of other processes ---- */

@@ -11,10 +11,11 @@ import pytest
 
 from simgpu.testing import CudaError
 from tests.conftest import ROOT, need
-from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, MemoryNode, need_namespaces
+from tests.unit.memory_node import CONTEXT, GIB, KIB, MIB, Agent, MemoryNode, need_namespaces
 
 LIMIT = GIB
 SHIM = ROOT / "tests" / "unit" / "memory_shim.c"
+STREAM = 576 * KIB  # bytes that a stream is assumed to take
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,6 +124,27 @@ def test_a_green_context_keeps_the_primary_context(node) -> None:
     assert agent.charged == agent.field("contexts") == 0
     node.sample()
     assert node.used() == 0
+
+
+def test_what_a_stream_takes_is_noted_for_the_gpu_of_the_stream(build_dir, tmp_path) -> None:
+    node = MemoryNode(build_dir, tmp_path / "two", LIMIT, shim=SHIM, devices=2)
+    try:
+        agent = node.agent()
+        agent.run("here, there = context, driver.get('cuCtxCreate_v2', 0, 1)")
+        agent.run("green = driver.get('cuGreenCtxCreate', 0, 1, 0)")
+        agent.run("driver.call('cuCtxSetCurrent', here)")
+        node.sample()
+        before = [node.used(device) for device in range(2)]
+        agent.run("stream = driver.get('cuGreenCtxStreamCreate', green, 1, 0)")
+        assert [node.used(device) for device in range(2)] == [before[0], before[1] + STREAM]
+        agent.run("near = driver.get('cuStreamCreate', 1)")
+        agent.run("driver.call('cuCtxSetCurrent', there); far = driver.get('cuStreamCreate', 1)")
+        agent.run("driver.call('cuStreamDestroy_v2', near)")
+        assert [node.used(device) for device in range(2)] == [before[0], before[1] + 2 * STREAM]
+        agent.run("driver.call('cuCtxSetCurrent', here); driver.call('cuStreamDestroy_v2', far)")
+        assert [node.used(device) for device in range(2)] == [before[0], before[1] + STREAM]
+    finally:
+        node.close()
 
 
 def test_external_memory_is_charged_by_its_description(agent, node) -> None:

@@ -324,14 +324,14 @@ class _ChildSearch:
             self._fault(f"{what}: {fault}")
         return mounts
 
-    def _enter_at(self, path: str, inode: int, what: str) -> None:
-        """Read the namespace `inode`, to which a link below /proc leads.
+    def _enter_at(self, path: str, inode: int, what: str, *, at: int | None = None) -> None:
+        """Read the namespace `inode`, to which a link below /proc leads, or below `at`.
 
         If the link leads to another namespace by now, nothing is read: the next round examines the
         process again.
         """
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc if at is None else at)
         except GONE:
             return
         except OSError as e:
@@ -501,7 +501,7 @@ class _ChildSearch:
                     what = (
                         f"mount namespace {inode}, {kind} {path} of {self._describe_process(pid)}"
                     )
-                    self._enter_at(f"{pid}/fd/{path}", inode, what)
+                    self._enter_at(path, inode, what, at=at)
             # Only a path that ends in the name of a sought directory is examined further, so that
             # no request goes to a file system that may not answer. The root of a mount without a
             # namespace is shown as "/".

@@ -364,6 +364,30 @@ def test_a_namespace_held_only_by_a_descriptor_keeps_a_generation(
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
 
+def test_a_namespace_held_only_by_a_descriptor_of_one_thread_keeps_a_generation(
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread may have a table of descriptors of its own, in which a number means another file."""
+    script = """
+import ctypes, os, sys, threading, time
+def hold():
+    assert ctypes.CDLL(None).unshare(0x00000400) == 0  # CLONE_FILES
+    os.open(f"/proc/{sys.argv[1]}/ns/mnt", os.O_RDONLY)
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Thread(target=hold, daemon=True).start()
+time.sleep(60)
+"""
+    with contextlib.ExitStack() as holder:
+        with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
+            command = [sys.executable, "-c", script, str(process.pid)]
+            holder.enter_context(running(*command))
+        assert driver.gc(capsys)[driver.old.name] == (
+            "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+        )
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
 @contextlib.contextmanager
 def pinned(driver: TwoGenerations, pin: Path) -> Iterator[None]:
     """Keep a namespace that has no process, and in which the old generation is mounted, by a mount

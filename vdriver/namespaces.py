@@ -215,7 +215,8 @@ class _ChildSearch:
                     self._look_at_descriptors_of_all()
                     self.last = ""
                 if self.last:
-                    self.notes = {f"descriptors, from {self.last} on: no time left": None}
+                    late = f"descriptors, from {self.last} on: no time left"
+                    self.notes = {late: None, **self.notes}
                 self._report_opened()
             else:
                 self._report()

@@ -832,6 +832,7 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
 
     def too_many(self: Any, pid: int, *_: Any, **__: Any) -> None:
         self.last = self._describe_process(pid)
+        self.notes["descriptors of pid 7: Permission denied"] = None
         raise namespaces._LateError
 
     monkeypatch.setattr(namespaces._ChildSearch, "_look_at_descriptors", too_many)
@@ -845,3 +846,4 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
         assert found.outcomes[0].removed
         assert found.notes[0].startswith("descriptors, from pid ")
         assert found.notes[0].endswith(" on: no time left")
+        assert found.notes[1] == "descriptors of pid 7: Permission denied"

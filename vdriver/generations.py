@@ -35,7 +35,7 @@ NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REM
 
 PROC_PID_INIT_INO = 0xEFFFFFFC  # include/linux/proc_ns.h: the first PID namespace
 LOCKED = "locked by a starting container, or by tidegate verify"
-CHANGED = "moved by a refresh in the meantime"
+CHANGED = "moved or removed by a refresh in the meantime"
 SEARCH_TIME = 60.0  # longest search in seconds; after an incomplete one all generations are kept
 
 
@@ -106,8 +106,8 @@ def collect(
             for name in names:
                 if name == in_force:
                     outcomes[name] = GenerationOutcome(name, False, "in force")
-                elif (lock := _lock(fd, name, stack)) is None:
-                    outcomes[name] = GenerationOutcome(name, False, LOCKED)
+                elif isinstance(lock := _lock(fd, name, stack), str):
+                    outcomes[name] = GenerationOutcome(name, False, lock)
                 else:
                     candidates[name] = lock
             if candidates:
@@ -163,15 +163,18 @@ def _in_force(directory: Path) -> str:
     return generation.name
 
 
-def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | None:
-    """Lock a generation against the hook until `stack` closes; None if it is being mounted."""
+def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | str:
+    """Lock a generation against the hook until `stack` closes; return why if that is impossible."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, dir_fd=directory)
+    try:
+        fd = os.open(name, flags, dir_fd=directory)
+    except FileNotFoundError:
+        return CHANGED  # a refresh removes leftovers, and renames a damaged generation
     stack.callback(os.close, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None
+        return LOCKED
     return fd
 
 
@@ -283,11 +286,17 @@ def _find_usage(
 
 
 def _directories(directory: Path, names: dict[str, int]) -> dict[tuple[int, int], str]:
-    """Return every directory in the generations as NAME/PATH, by (st_dev, st_ino)."""
+    """Return every directory in the generations as NAME/PATH, by (st_dev, st_ino).
+
+    A refresh may remove leftovers in the meantime; it does not respect their locks.
+    """
     found = {}
     for name in names:
         for parent, _, _ in os.walk(directory / name):
-            status = os.lstat(parent)
+            try:
+                status = os.lstat(parent)
+            except FileNotFoundError:
+                continue
             found[status.st_dev, status.st_ino] = os.path.relpath(parent, directory)
     return found
 

@@ -11,6 +11,7 @@ import os
 import pytest
 
 from governor import cli
+from vdriver import generations
 from vdriver.generations import blocks
 from vdriver.mountinfo import Location, Mount, Sought, locate, names_in_use, parse_mountinfo
 
@@ -166,6 +167,34 @@ def test_a_lock_keeps_a_generation(driver_dir, capsys):
         f"{OLD}  kept: locked by a starting container, or by tidegate verify\n{NEW}  kept: in force\n"
     )
     assert (driver_dir / OLD).is_dir()
+
+
+def test_a_leftover_that_a_refresh_removes_in_the_meantime_is_skipped(
+    driver_dir, capsys, monkeypatch
+):
+    def names_then_refresh(directory):
+        names = list_generations(directory)
+        left.rmdir()
+        return names
+
+    list_generations = generations._generations
+    (driver_dir / OLD).rmdir()
+    left = driver_dir / f".tmp-gc-{OLD}"
+    left.mkdir()
+    monkeypatch.setattr(generations, "_generations", names_then_refresh)
+    assert gc(driver_dir) == 0
+    assert capsys.readouterr().out == (
+        f"{left.name}  kept: moved or removed by a refresh in the meantime\n{NEW}  kept: in force\n"
+    )
+
+
+def test_a_directory_that_a_refresh_removes_during_the_walk_is_skipped(driver_dir, monkeypatch):
+    def walk(directory):
+        yield str(directory), ["lib64"], []
+        yield str(directory / "lib64"), [], []
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert list(generations._directories(driver_dir, {OLD: -1}).values()) == [OLD]
 
 
 @pytest.mark.parametrize("target", [None, "550.1-aaaaaaaaaaaa", "..", "/", "current"])

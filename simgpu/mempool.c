@@ -328,7 +328,8 @@ static void units_release(struct mempool *pool, uint64_t keep)
 /** mempool_trim() - give back units without a block, but keep at least `keep` bytes */
 void mempool_trim(struct mempool *pool, uint64_t keep)
 {
-    units_release(pool, keep / UNIT * UNIT + (keep % UNIT ? UNIT : 0));
+    if (keep < pool->reserved) /* else rounding up could overflow */
+        units_release(pool, keep / UNIT * UNIT + (keep % UNIT ? UNIT : 0));
 }
 
 /** mempool_synchronized() - trim pools to their thresholds after the process waited for a device */

@@ -476,7 +476,7 @@ int main(int argc, char **argv)
                : result == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
                              : "another error",
                result);
-        return result != 0;
+        return processes_wait(&all) || result;
     }
     check(cuDeviceGetAttribute(&count, 16, device), "cuDeviceGetAttribute");
     multiprocessors = (unsigned)count;
@@ -514,7 +514,7 @@ int main(int argc, char **argv)
             fclose(file);
         printf("{\"requests\": %llu, \"iterations\": %llu, \"result\": \"CUDA_SUCCESS\"}\n",
                (unsigned long long)served, (unsigned long long)iterations);
-        return 0;
+        return processes_wait(&all);
     }
     end = now() + seconds;
     draw = seed;

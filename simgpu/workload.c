@@ -423,8 +423,11 @@ int main(int argc, char **argv)
     CALL(device_get, "cuDeviceGet", &device, 0);
     CALL(retain, "cuDevicePrimaryCtxRetain", &context, device);
     CALL(set_current, "cuCtxSetCurrent", context);
-    if (options.allocate_only)
-        return allocate_only();
+    if (options.allocate_only) {
+        int failed = allocate_only();
+
+        return processes_wait(&all) || failed;
+    }
 
     if (options.out) {
         ring.out = fopen(options.out, "ae");

@@ -6,6 +6,7 @@ import itertools
 import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from bench.machine import Simulated
 from bench.node import last_json
 from bench.progress import read_stamps
+from tests.unit.test_simgpu_processes import LEAVES_NONE
 
 MS = 1_000_000
 
@@ -109,6 +111,27 @@ def test_bursts_are_as_long_as_the_duty_requires(machine: Simulated) -> None:
             break
     assert len(ratios) >= 3
     assert statistics.median(ratios) == pytest.approx(1, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--allocate", "4096"),
+        ("--requests", "10000", "--units", "1", "--iterations", "1000", "--seconds", "0.1"),
+    ],
+)
+def test_the_first_process_ends_after_the_others(
+    machine: Simulated, options: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_NONE, machine.build / "burner", "--processes", "4", *options],
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_unknown_form_is_refused(machine: Simulated) -> None:

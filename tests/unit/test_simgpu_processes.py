@@ -304,6 +304,19 @@ print(context.try_burn(MS))
 # The workload
 
 
+LEAVES_NONE = """
+import ctypes, os, subprocess, sys
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+try:
+    os.waitpid(-1, 0)
+except ChildProcessError:
+    sys.exit(0)
+sys.exit("a process was left")
+"""
+"""A program that runs a command, and fails if the command does not wait for a process of its own."""
+
+
 def workload(build: Path, gpus: Path, *options: object) -> tuple[int, str, str]:
     done = subprocess.run(
         [str(build / "simgpu/simgpu-workload"), *map(str, options)],
@@ -339,6 +352,15 @@ def test_the_workload_reports_the_result_of_an_allocation(build_dir: Path, gpus:
     assert (code, json.loads(output)["result"]) == (1, "CUDA_ERROR_OUT_OF_MEMORY")
     code, output, _ = workload(build_dir, gpus, "--allocate", 1 << 20)
     assert (code, json.loads(output)["result"]) == (0, "CUDA_SUCCESS")
+
+
+def test_the_first_process_ends_after_the_others(build_dir: Path, gpus: Path) -> None:
+    program = [str(build_dir / "simgpu/simgpu-workload"), "--allocate", "4096", "--processes", "4"]
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_NONE, *program],
+        env=environment(build_dir, gpus), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_workload_names_the_call_that_failed(build_dir: Path, gpus: Path) -> None:

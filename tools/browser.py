@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,6 @@ from tools.png import repack
 
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-NOT_HERE = 77
 ANSWER_S = 30.0
 
 
@@ -92,7 +92,11 @@ class Browser:
         finally:
             os.close(inner_read)
             os.close(inner_write)
-        self.call("Browser.getVersion")
+        try:
+            self.call("Browser.getVersion")
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(

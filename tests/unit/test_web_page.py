@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,18 @@ def browser() -> Iterator[Browser]:
     rules = "--host-resolver-rules=MAP *.example 127.0.0.1"
     with Browser([rules]) as browser:
         yield browser
+
+
+def test_a_browser_that_does_not_start_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.browser.find_browser", lambda: ("/bin/false", {}))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises((BrowserError, BrokenPipeError)), Browser():
+        pass
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

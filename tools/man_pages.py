@@ -150,11 +150,9 @@ class ManPage:
 
 
 def _call(command: Command) -> str:
-    program, _, rest = command.synopsis().partition(" [")
+    program = " ".join(command.path)
     head = f"\\fB{plain(program)}\\fR"
-    if not rest:
-        return head
-    parts = re.findall(r"\[[^]]*\]|[^\s\[\]]+", "[" + rest)
+    parts = re.findall(r"\[[^]]*\]|[^\s\[\]]+", command.synopsis().removeprefix(program))
     return " ".join([head, *(_call_part(part) for part in parts)])
 
 

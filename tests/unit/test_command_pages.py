@@ -85,6 +85,11 @@ def test_the_table_has_the_options_that_the_command_and_the_governor_accept() ->
 # ---- manual pages
 
 
+def test_only_the_literal_words_of_a_synopsis_are_bold() -> None:
+    lines = (MAN / "tidegate.1").read_text().splitlines()
+    assert r"\fBtidegate cdi\fR \fIACTION\fR ..." in lines
+
+
 def rendered(page: str) -> str:
     """Return the rendered text of a page, without emphasis and with no word split over lines."""
     done = subprocess.run(

@@ -127,6 +127,27 @@ def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) ->
         assert all(link != to for to, link in links)
 
 
+def test_a_wheel_is_built_with_the_python_that_is_named(tmp_path: Path) -> None:
+    def build() -> str:
+        done = subprocess.run(
+            ["tools/package", "wheel"],
+            cwd=ROOT,
+            env={
+                **os.environ, "PYTHON": str(python), "OUT": str(tmp_path), "SOURCE_DATE_EPOCH": "0",
+            },
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        return done.stderr
+
+    python = tmp_path / "python"
+    assert build() == f"package: there is no {python}\n"
+    python.write_text('#!/bin/sh\necho "$@" >"$OUT/called"\nexit 3\n')
+    python.chmod(0o755)
+    build()
+    assert (tmp_path / "called").read_text().startswith("-m hatchling build ")
+
+
 def test_a_suitable_directory_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     assert "exit 1" not in list(

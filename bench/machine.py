@@ -180,11 +180,12 @@ class Nvidia(Machine):
         super().__init__(work, build)
         self.options = list(options)
         self.iterations: dict[str, str] = {}
-        self._mounted: list[Path] = []
+        self._overlays: dict[Path, Path] = {}
+        """The layers of each root file system that is mounted."""
+        self._n_overlays = 0
         self._layers = Path("/run") / f"tidegate-layers-{os.getpid()}"
         self._layers.mkdir()
         _run("mount", "-t", "tmpfs", "tmpfs", str(self._layers))
-        self._mounted.append(self._layers)
 
     @property
     def refresh_arguments(self) -> list[str]:
@@ -224,12 +225,13 @@ class Nvidia(Machine):
         """
         directory.mkdir(parents=True)
         # Containers of different arms can have the same name.
-        layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"
+        layers = self._layers / f"{self._n_overlays}-{directory.parent.name}"
+        self._n_overlays += 1
         for name in ("upper", "scratch"):
             (layers / name).mkdir(parents=True)
         options = f"lowerdir=/,upperdir={layers}/upper,workdir={layers}/scratch"
         _run("mount", "-t", "overlay", "overlay", "-o", options, str(directory))
-        self._mounted.append(directory)
+        self._overlays[directory] = layers
         for name in ("out", "workload"):
             (directory / name).mkdir(exist_ok=True)
         for program in (self.build / "burner", *self.programs):
@@ -289,15 +291,16 @@ class Nvidia(Machine):
         Otherwise every file of this machine would be marked as deleted in the overlay.
         """
         rootfs = bundle / "rootfs"
-        if rootfs in self._mounted:
+        layers = self._overlays.pop(rootfs, None)
+        if layers is not None:
             subprocess.run(["umount", "-l", str(rootfs)], check=False)
-            self._mounted.remove(rootfs)
         super().remove_bundle(bundle)
-        shutil.rmtree(self._layers / bundle.name, ignore_errors=True)
+        if layers is not None:
+            shutil.rmtree(layers, ignore_errors=True)
 
     def close(self) -> None:
         """Unmount the overlays."""
-        for path in reversed(self._mounted):
+        for path in (*reversed(self._overlays), self._layers):
             subprocess.run(["umount", "-l", str(path)], check=False)
         self._layers.rmdir()
 

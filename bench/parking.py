@@ -17,6 +17,7 @@ parking.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -370,7 +371,7 @@ def measure_parts(
     settings = settings_of(args)
     report = {"settings": settings, "held": args.held_mib * MIB, "program": args.program}
     for part in parts:
-        with BenchNode(machine, settings=settings, keep_machine=part != parts[-1]) as node:
+        with BenchNode(machine, settings=settings, keep_machine=True) as node:
             report["gpu"] = asdict(name_gpu(node))
             report.update(measure_part(node, part, args))
     return report
@@ -397,8 +398,9 @@ def main(argv: list[str] | None = None) -> int:
     machine.programs.append(build / "oom_stress")
     try:
         os.environ.update(machine.environment)  # for the driver's NVML in this process
-        report = measure_parts(machine, [part for part in PARTS if part in parts], args)
-    except (MachineError, TidegateError, VdriverError) as e:
+        with contextlib.closing(machine):
+            report = measure_parts(machine, [part for part in PARTS if part in parts], args)
+    except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
         print(f"parking: {e}", file=sys.stderr)
         return 1
     report["run"] = describe_run()

@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             held = args.held_mib * MIB
             report["native"] = measure_native(machine, machine.python, held, args.rounds)
             report |= measure(node, held, args.rounds)
-    except (MachineError, TidegateError, VdriverError) as e:
+    except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
         print(f"suspension: {e}", file=sys.stderr)
         return 1
     report["run"] = describe_run()

@@ -85,9 +85,15 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
 
 
 def name_commit(run: dict[str, Any], commit: str | None) -> None:
-    """Set the commit of a run if the run could not determine it, or found changed files."""
-    if commit and (run["commit"] == UNKNOWN or run["commit"].endswith("-dirty")):
-        run["commit"] = commit
+    """Set the commit of a run that could not determine it; raise ResultError if it names another.
+
+    A run of a changed tree names a commit that ends with `-dirty`, and stays recognizable as such.
+    """
+    if not commit:
+        return
+    if run["commit"] not in {UNKNOWN, commit}:
+        raise ResultError(f"the run names its commit, {run['commit']}: leave out --commit")
+    run["commit"] = commit
 
 
 def shares(options: argparse.Namespace) -> dict[str, Any]:

@@ -116,6 +116,20 @@ def test_a_run_without_a_commit_takes_that_of_the_command_line(demo, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["commit"] == "a" * 40
 
 
+@pytest.mark.parametrize("known", ["b" * 40, "a" * 40 + "-dirty"])
+def test_a_run_that_names_its_commit_keeps_it(demo, tmp_path, capsys, known):
+    """A result of a changed tree must not appear under a clean commit."""
+    report = json.loads((demo / "report.json").read_text())
+    report["detail"]["run"]["commit"] = known
+    (demo / "report.json").write_text(json.dumps(report))
+    assert keep(demo, tmp_path / "r.json", "--commit", "a" * 40) == 1
+    assert capsys.readouterr().err == (
+        f"bench.run: the run names its commit, {known}: leave out --commit\n"
+    )
+    assert keep(demo, tmp_path / "r.json") == 0
+    assert json.loads((tmp_path / "r.json").read_text())["commit"] == known
+
+
 @pytest.mark.parametrize("key", ["command", "date", "commit", "machine", "gpu", "raw", "summary"])
 def test_a_result_that_lacks_its_origin_or_data_is_refused(demo, tmp_path, key):
     keep(demo, tmp_path / "r.json")

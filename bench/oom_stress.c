@@ -203,7 +203,8 @@ static bool take(struct block *b, handle stream)
     default:
         result = take_mapped(b);
     }
-    __atomic_add_fetch(result ? &shared->refused : &shared->allocations, 1, __ATOMIC_RELAXED);
+    if (!result || result == OUT_OF_MEMORY)
+        __atomic_add_fetch(result ? &shared->refused : &shared->allocations, 1, __ATOMIC_RELAXED);
     return succeeded(result, calls[b->way]);
 }
 

@@ -184,11 +184,12 @@ class GrantSandbox:
         """Return whether all processes have carried out the last order."""
         resident = pages.read(self.grant, layout.grant_device(0), "grant_device", "resident")
         wanted = RESIDENT if resident else PARKED
-        return all(self._read_slot(slot, "residency") == wanted for slot in self._processes)
+        # The list is a copy: a process may connect at any time.
+        return all(self._read_slot(slot, "residency") == wanted for slot in list(self._processes))
 
     def moved(self) -> int:
         """Return how many bytes the running processes have parked and moved back."""
-        return sum(self._read_slot(slot, "moved") for slot in self._processes)
+        return sum(self._read_slot(slot, "moved") for slot in list(self._processes))
 
     def _read_slot(self, slot: int, field: str) -> int:
         return pages.read(self.ledger, pages.slot_base(slot), "ledger_slot", field)
@@ -282,7 +283,7 @@ class GrantSandbox:
         os.ftruncate(fd, layout.LEDGER_SIZE)
         ledger = mmap.mmap(fd, layout.LEDGER_SIZE)
         pages.init_ledger(ledger)
-        for slot in self._pids:
+        for slot in list(self._pids):
             pages.write(ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
             arena = self._read_slot(slot, "arena")
             pages.write(ledger, pages.slot_base(slot), "ledger_slot", "arena", arena)

@@ -387,7 +387,7 @@ def figure(runs: list[dict[str, Any]], key: str, words: dict[str, str], unit: fl
 
 
 def document() -> dict[Path, str]:
-    """Return the page and its figures, by path."""
+    """Return the page and its figures, by path; raise ValueError if the page lacks a mark."""
     runs, found = load(SIMULATED), load(COUNTED)
     page = PAGE.read_text()
     for name, table in (
@@ -397,7 +397,9 @@ def document() -> dict[Path, str]:
     ):
         begin, end = f"<!-- {name}: python -m bench.scale docs -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
+        _, ended, after = rest.partition(end)
+        if not ended:
+            raise ValueError(f"{PAGE} lacks {begin.strip()} or, after it, {end}")
         page = f"{before}{begin}{table}\n{end}{after}"
     running = {
         "title": "GPU time that pods ran with",
@@ -425,15 +427,20 @@ def main() -> int:
     args = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.action == "docs":
-        stale = [p for p, text in document().items() if not p.exists() or p.read_text() != text]
+        try:
+            files = document()
+        except ValueError as e:
+            print(f"scale: {e}", file=sys.stderr)
+            return 1
+        stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
         if args.check and stale:
             names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
             print(f"not current: {names}; run: python -m bench.scale docs")
             return 1
-        for path, text in document().items():
+        for path, text in files.items():
             if path in stale:
                 path.write_text(text)
-        print(f"{len(document())} files are current")
+        print(f"{len(files)} files are current")
         return 0
     if args.action == "run":
         run_cluster()

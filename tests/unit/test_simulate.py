@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import scale
 from bench.scale import CLAIMS, count_requests
 from kube.simulate import (
     ARMS,
@@ -151,6 +152,21 @@ def test_run_times_have_the_published_mean_and_median() -> None:
 
 def test_the_page_agrees_with_the_results() -> None:
     subprocess.run([sys.executable, "-m", "bench.scale", "docs", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("mark", ["<!-- mix: python", "<!-- end of mix"])
+def test_a_page_without_a_mark_is_not_written(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "scale.md"
+    page.write_text(scale.PAGE.read_text().replace(mark, "<!-- other"))
+    before = page.read_text()
+    monkeypatch.setattr(scale, "PAGE", page)
+    monkeypatch.setattr(scale, "FIGURES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["scale", "docs"])
+    assert scale.main() == 1
+    assert mark in capsys.readouterr().err
+    assert page.read_text() == before
 
 
 def test_requests_do_not_grow_with_the_number_of_nodes(tmp_path: Path) -> None:

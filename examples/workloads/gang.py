@@ -199,7 +199,8 @@ def transports(out: Path) -> list[str]:
 def lead(options: argparse.Namespace) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("ready*", "process*.json", "store", "end", "control", "gpu*.bin", "nccl.*"):
+    left = ("ready*", "process*.json", "store", "end", "control", "words", "gpu*.bin", "nccl.*")
+    for name in left:
         for path in out.glob(name):
             path.unlink()
     Control(out, create=True)

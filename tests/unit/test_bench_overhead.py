@@ -54,8 +54,8 @@ def test_the_interval_contains_the_median_and_is_within_the_samples():
 
 
 def test_a_run_that_did_not_measure_everything_is_an_error():
-    with pytest.raises(overhead.MachineError, match="overhead: cuInit answered 802"):
-        overhead.read_samples("overhead: cuInit answered 802", ["launch"])
+    with pytest.raises(overhead.MachineError, match="overhead: cuInit returned 802"):
+        overhead.read_samples("overhead: cuInit returned 802", ["launch"])
 
 
 def test_with_the_stub_every_measure_is_taken_and_becomes_a_result(room, build_dir, tmp_path):

@@ -654,7 +654,7 @@ static _Noreturn void child(const struct step *steps, size_t n, size_t first, in
             break;
     }
     fflush(out);
-    if (helper) {
+    if (helper > 0) {
         kill(helper, SIGKILL);
         waitpid(helper, NULL, 0);
     }

@@ -18,7 +18,7 @@ def time_limit(seconds: float, name: str) -> Iterator[None]:
 
     def over(number: int, frame: FrameType | None) -> None:
         del number, frame
-        raise PartError(f"{name} took more than {seconds:.0f} s")
+        raise PartError(f"{name} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))

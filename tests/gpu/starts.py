@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     report["wrong"] = judge(report)
     (output / "starts.json").write_text(json.dumps(report) + "\n")
     good = [one for one in report["starts"] if one["status"] == 0]
-    blocks = [one["blocks"] for one in good]
+    blocks = [one["blocks"] for one in good if "blocks" in one]
     print(
         f"{len(report['starts'])} starts, {len(report['starts']) - len(good)} failed; caches of {min(blocks, default=0)}"
         f" to {max(blocks, default=0)} blocks; {report['seconds']} s"

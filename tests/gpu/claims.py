@@ -338,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
             look_at_members(report, site, profile)
             look_at_refusals(report, site)
             look_at_ends(report, site)
-    except (MachineError, TidegateError, OSError) as e:
+    except (MachineError, TidegateError, OSError, subprocess.SubprocessError) as e:
         report.say("ended early", str(e), right=False)
     (args.output / "claims.json").write_text(
         json.dumps({"wrong": report.wrong, **report.seen}, indent=1, default=str) + "\n"

@@ -286,11 +286,13 @@ def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path,
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:  # the child holds u-1 until the pipe is closed
-        with own.hold("u-1", lambda: None):
-            os.close(write)
-            (places[0] / "held").touch()
-            os.read(read, 1)
-        os._exit(0)
+        try:
+            with own.hold("u-1", lambda: None):
+                os.close(write)
+                (places[0] / "held").touch()
+                os.read(read, 1)
+        finally:
+            os._exit(0)
     os.close(read)
     wait_for((places[0] / "held").exists, "the other holds it")
     with own.hold("u-2", lambda: None):

@@ -138,11 +138,14 @@ class GrantSandbox:
 
     def reset(self) -> None:
         """Fill the page as a governor with default settings does."""
+        # Fields without a default may have been changed as well.
+        rest = {field.name: 0 for field in layout.GRANT_DEVICE.fields}
         devices: list[dict[str, int | bytes]] = [
-            {**DEVICE, "uuid": uuid, **self._fields} for uuid in self._uuids
+            {**rest, **DEVICE, "uuid": uuid, **self._fields} for uuid in self._uuids
         ]
+        header = {"on_governor_loss": 0, "unknown_functions": 0, **SETTINGS}
         beat = {"heartbeat_ns": time.monotonic_ns()}
-        pages.init_grant(self.grant, settings=SETTINGS | beat, devices=devices)
+        pages.init_grant(self.grant, settings=header | beat, devices=devices)
 
     def recover(self) -> None:
         """Refill the page, whatever its content, and wake all waiters; signals never decrease."""

@@ -10,7 +10,7 @@ import pytest
 from bench import figures, overhead, report_docs, run, step
 from bench.provenance import describe_run
 from bench.sandbox import GrantSandbox, control_folder
-from libcontrol import layout
+from libcontrol import layout, pages
 from tests.conftest import lack
 
 STUB = b"tidegate stub 0."
@@ -95,6 +95,30 @@ def test_a_process_in_a_sandbox_reads_the_page_and_writes_the_ledger(room, build
     assert done.returncode == 0, done.stderr
     # There are two warm-up batches. Launches that used a pass are reported five times a second.
     assert 0 < room.counter("launches") <= 7 * 3
+
+
+def test_a_recovered_page_has_no_changed_field(tmp_path):
+    fields = [(0, layout.GRANT_HEADER, field) for field in layout.GRANT_HEADER.fields]
+    base = layout.grant_device(0)
+    fields += [(base, layout.GRANT_DEVICE, field) for field in layout.GRANT_DEVICE.fields]
+
+    def read(room):
+        return {
+            (struct.name, field.name): pages.read(room.grant, base, struct.name, field.name)
+            for base, struct, field in fields
+            if field.name != "heartbeat_ns"
+        }
+
+    with (
+        GrantSandbox(tmp_path / "a", [STUB]) as fresh,
+        GrantSandbox(tmp_path / "b", [STUB]) as room,
+    ):
+        for base, struct, field in fields:
+            for index in range(field.n):
+                pages.write(room.grant, base, struct.name, field.name, 5, index=index)
+        fresh.recover()
+        room.recover()
+        assert read(room) == read(fresh)
 
 
 def test_a_sandbox_has_the_grants_that_its_owner_wrote(tmp_path):

@@ -102,10 +102,10 @@ def test_the_policies_match_the_schemas() -> None:
     assert _list_after(annotations, "(key.substring(13) in") == {
         name.removeprefix("tidegate.gpu/") for name in hook
     }
-    assert _list_after(annotations, '.orValue("auto") in') == set(
-        hook["tidegate.gpu/strategy"]["enum"]
-    )
-    assert _list_after(annotations, '.orValue("required") in') == set(hook["tidegate.gpu/driver"]["enum"])  # fmt: skip
+    for name in ("class", "driver", "parking", "strategy"):
+        default = re.search(rf'tidegate\.gpu/{name}"\]\.orValue\("\w+"\) in', annotations)
+        assert default, name
+        assert _list_after(annotations, default[0]) == set(hook[f"tidegate.gpu/{name}"]["enum"])
     for name in ("memory", "count", "compute", "compute-limit"):
         # RE2 has no lookahead, and its $ matches only at the end of the text.
         assert hook[f"tidegate.gpu/{name}"]["pattern"].replace("(?!\\n)", "") in annotations, name

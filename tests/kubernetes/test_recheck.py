@@ -19,7 +19,7 @@ from kube.cdi import Directory
 from kube.cluster import Cluster
 from kube.driver import ClaimDriver
 from kube.errors import ClusterError
-from kube.main import DriverLoop
+from kube.main import AWAY_S, DriverLoop
 from kube.publish import Publisher
 from kube.recheck import ANNOTATION, DELAY_S, INTERVAL_S, Recheck, _digest, has_room
 from kube.service import Health
@@ -348,6 +348,20 @@ def test_the_loop_marks_the_slice_while_a_gpu_has_room(
     pass_time(60)
     assert slices.writes == 3  # for the taint
     assert slices.stored["metadata"]["annotations"][ANNOTATION] == first
+
+
+def test_the_loop_does_not_mark_the_slice_while_the_governor_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last answer may show room, but no claim could be prepared."""
+    loop, slices, governor, pass_time = _loop(tmp_path, monkeypatch)
+    loop.step()
+    governor.booked["u-1"] = {"uid": "u-1", "namespace": "ns", "name": "c", "shares": []}
+    pass_time(LOOK_S)
+    governor.away = True
+    pass_time(AWAY_S - 2 * LOOK_S)  # until the GPUs get a taint
+    assert slices.writes == 1
+    assert ANNOTATION not in (slices.stored["metadata"].get("annotations") or {})
 
 
 def _loop(

@@ -12,6 +12,7 @@ import pytest
 
 from governor import cli
 from simgpu import simgpu
+from tests.conftest import lack
 from vdriver.refresh import refresh
 
 
@@ -70,6 +71,8 @@ def test_the_specification_mounts_the_simulated_gpus_directory(
 def test_a_mirror_that_the_user_may_not_read_is_reported_in_one_line(
     tmp_path: Path, words: list[str]
 ) -> None:
+    if os.geteuid():
+        lack("needs root")
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     root = Path(__file__).resolve().parents[2]

@@ -186,11 +186,13 @@ def test_a_container_left_off_by_a_killed_governor_is_on_again_within_two_second
     for _ in range(3):
         wait_for(is_off, "the container to be off")
         node.stop_governor(signal.SIGKILL)
-        killed = time.monotonic()
-        before = busy(node)[1][pid]
-        wait_for(lambda b=before: busy(node)[1][pid] > b, "its work without a governor", 20)
-        delays.append(time.monotonic() - killed)
-        node.start_governor()
+        try:
+            killed = time.monotonic()
+            before = busy(node)[1][pid]
+            wait_for(lambda b=before: busy(node)[1][pid] > b, "its work without a governor", 20)
+            delays.append(time.monotonic() - killed)
+        finally:
+            node.start_governor()
         # The next governor holds it to its share again, whatever state the previous one left.
         wait_for(lambda: one.identifier in node.list_containers(), "it to be adopted")
         time.sleep(1.0)
@@ -204,9 +206,11 @@ def test_a_governor_that_stops_cleanly_leaves_no_container_off(node: BenchNode) 
     begin(one)
     pid = pid_of(node, one)
     node.stop_governor()
-    before = busy(node)[1][pid]
-    wait_for(lambda: busy(node)[1][pid] > before, "it to work on")
-    node.start_governor()
+    try:
+        before = busy(node)[1][pid]
+        wait_for(lambda: busy(node)[1][pid] > before, "it to work on")
+    finally:
+        node.start_governor()
 
 
 def test_a_container_that_is_killed_while_it_is_off_leaves_nothing(node: BenchNode) -> None:

@@ -197,15 +197,15 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 code, vendor, packages = sys.argv[1:]
 sys.path[:0] = [code, vendor, packages]
-for name in ("oci_hook", "vdriver", "libcontrol", "governor"):
+ours = ("oci_hook", "vdriver", "libcontrol", "governor", "kube")
+for name in ours:
     package = importlib.import_module(name)
     for found in pkgutil.walk_packages(package.__path__, f"{name}."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
 import pynvml
-ours = ("oci_hook", "vdriver", "libcontrol", "governor", "pynvml")
 for name, module in sys.modules.items():
-    if name.partition(".")[0] in ours and not module.__file__.startswith((code, vendor)):
+    if name.partition(".")[0] in (*ours, "pynvml") and not module.__file__.startswith((code, vendor)):
         raise SystemExit(f"{name} came from {module.__file__}")
 from governor import install_paths as paths
 print(paths.library_dir(), paths.control_dir(), paths.shared_file("crio/50-tidegate.conf"))

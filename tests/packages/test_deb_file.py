@@ -21,7 +21,7 @@ from tools.install import DOCUMENT_TREES, DOCUMENTS
 
 @pytest.fixture(scope="module")
 def deb(require: Callable[..., None]) -> Path:
-    require("dpkg-buildpackage", "dh", "lintian")
+    require("dpkg-buildpackage", "dh")
     return package("deb")
 
 

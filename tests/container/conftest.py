@@ -4,6 +4,7 @@ for each test.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -153,10 +154,14 @@ class ForkServer:
             env=os.environ | (environment or {}),
         )
         deadline = time.monotonic() + 30
-        while not self.socket.exists():
-            assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, "the fork server does not listen"
-            time.sleep(0.01)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.enter_context(self.process)
+            on_failure.callback(self.process.kill)
+            while not self.socket.exists():
+                assert self.process.poll() is None, self.process.communicate()[1]
+                assert time.monotonic() < deadline, "the fork server does not listen"
+                time.sleep(0.01)
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop the server as systemd does, and require a clean end."""

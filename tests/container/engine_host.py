@@ -11,6 +11,7 @@ engines or containers have left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -231,6 +232,13 @@ class EngineHost:
 
     def __enter__(self) -> Self:
         self._before = host_state()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.leave)
+            self._make()
+            on_failure.pop_all()
+        return self
+
+    def _make(self) -> None:
         self.place.mkdir(parents=True)
         self.work.mkdir(exist_ok=True)
         for hierarchy in self.hierarchies:
@@ -261,10 +269,7 @@ class EngineHost:
         self._init.stdin.write("".join([*lines, "end\n"]))
         self._init.stdin.flush()
         if self._init.stdout.readline() != "ready\n":
-            text = self._init.stderr.read()
-            self.leave()
-            raise AssertionError(f"no node for engines: {text}")
-        return self
+            raise AssertionError(f"no node for engines: {self._init.stderr.read()}")
 
     def __exit__(
         self,

@@ -84,7 +84,9 @@ class Fuse:
         options = f"fd={self.fd},rootmode=40000,user_id=0,group_id=0,allow_other"
         target = os.fsencode(self.mountpoint)
         if _libc.mount(b"tidegate-test", target, b"fuse", 0, options.encode()) < 0:
-            raise _os_error(ctypes.get_errno())
+            error = _os_error(ctypes.get_errno())
+            os.close(self.fd)
+            raise error
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         self.limit = threading.Timer(LIMIT_S, self._abort)

@@ -99,12 +99,12 @@ def machine(
 ) -> Iterator[InstalledRelease]:
     require("runc", "debootstrap")
     root = fresh_root(request.param)
-    gpu = Simulated(tmp_path / "gpu", build_dir)
     place = tmp_path / "place"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", place], check=True)
     machine = None
+    gpu = Simulated(tmp_path / "gpu", build_dir)
     try:
+        place.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", place], check=True)
         for name in ("upper", "work", "root"):
             (place / name).mkdir()
         layers = f"lowerdir={root},upperdir={place}/upper,workdir={place}/work"

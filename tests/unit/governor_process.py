@@ -83,7 +83,10 @@ class GovernorNode:
     def __enter__(self) -> Self:
         self.drop_ins.mkdir()
         self.write()
-        self.start()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.push(self)
+            self.start()
+            on_failure.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

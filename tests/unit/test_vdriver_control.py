@@ -155,5 +155,7 @@ def test_a_control_library_that_cannot_be_fitted_ends_the_refresh_with_a_one_lin
     (host / "empty").mkdir()
     empty = compile_library(host / "empty/o.so", "libcuda-origin.so.1", [])
     compile_library(control / "libcuda.so.1", "libcuda.so.1", ["cuInit", "cuNew"], needed=[empty])
-    with pytest.raises(MirrorError, match=r"libcuda\.so\.1: uses its own function cuNew.*--control-dir"):
+    with pytest.raises(
+        MirrorError, match=r"libcuda\.so\.1: uses its own function cuNew.*--control-dir"
+    ):
         refresh(host / "root", host / "out", control)

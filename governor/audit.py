@@ -512,7 +512,7 @@ class Auditor:
             frozen = list(json.loads(self._record.read_text(encoding="utf-8"))["frozen"])
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             log.warning("frozen-record-damaged", path=str(self._record), error=str(e))
             frozen = []
         for one in frozen:

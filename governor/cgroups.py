@@ -184,10 +184,11 @@ class Group:
             self._file = "freezer.state" if hierarchy == FREEZER else "cgroup.freeze"
             self._words = ("THAWED", "FROZEN") if hierarchy == FREEZER else ("0", "1")
             self._read(self._file)
-        except OSError as e:
+        except (OSError, ValueError) as e:  # ValueError: a path that no file can have
             if hasattr(self, "_fd"):
                 os.close(self._fd)
-            raise CannotFreezeError(f"control group {path}: {e.strerror}") from e
+            reason = e.strerror if isinstance(e, OSError) else e
+            raise CannotFreezeError(f"control group {path}: {reason}") from e
 
     def close(self) -> None:
         """Close the directory; a frozen group stays frozen."""

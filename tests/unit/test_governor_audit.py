@@ -587,6 +587,9 @@ def test_if_the_record_cannot_be_written_nothing_stays_frozen(
         '{"frozen": [{"hierarchy": "", "cgroup": "/../../etc"}]}',
         '{"frozen": [{"hierarchy": "cpu", "cgroup": "/x"}]}',
         '{"frozen": [{"hierarchy": "", "cgroup": "/tidegate-is-not-there"}]}', "\udcff",
+        '{"frozen": [{"hierarchy": "", "cgroup": "/a\\u0000b"}]}',
+        '{"frozen": [{"hierarchy": "", "cgroup": "/\\ud800"}]}',
+        "[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_governor_starts_whatever_its_record_contains(

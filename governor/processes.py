@@ -5,6 +5,7 @@ A pid may be reused. Together with the process's start time it is unique until t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from typing import NamedTuple
 from vdriver.mountinfo import parse_mountinfo
 
 PROC = Path("/proc")
+
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say nothing about the process that was to be read."""
 
 
 class Identity(NamedTuple):
@@ -44,11 +48,22 @@ def boot_id() -> str:
 
 def start_time(pid: int, proc: Path = PROC) -> int | None:
     """Return a process's start time in clock ticks since the boot, or None if it is gone."""
+    with contextlib.suppress(OSError):
+        return _read_start_time(pid, proc)
+    return None
+
+
+def _read_start_time(pid: int, proc: Path = PROC) -> int | None:
+    """Return the same as `start_time`; raise OSError if there is no file descriptor or memory."""
     try:
         text = (proc / str(pid) / "stat").read_bytes()
         # The name is in parentheses and may itself contain some. Field 22 is the 20th after it.
         return int(text[text.rindex(b")") + 2 :].split()[19])
-    except (OSError, ValueError, IndexError):
+    except OSError as e:
+        if e.errno in _SHORT:
+            raise
+        return None
+    except (ValueError, IndexError):
         return None
 
 
@@ -60,7 +75,8 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 def open_process(process: Identity) -> int | None:
     """Return a pidfd of exactly this process, or None if it is gone.
 
-    Raise OSError if none can be created.
+    Raise OSError if none can be created, or if the process cannot be read for want of a file
+    descriptor or memory.
     """
     try:
         pidfd = os.pidfd_open(process.pid)
@@ -70,7 +86,12 @@ def open_process(process: Identity) -> int | None:
             return None
         raise
     # From here on the pid is not reused as long as this process lives.
-    if start_time(process.pid) == process.start:
+    try:
+        is_same = _read_start_time(process.pid) == process.start
+    except OSError:
+        os.close(pidfd)
+        raise
+    if is_same:
         return pidfd
     os.close(pidfd)
     return None
@@ -190,14 +211,14 @@ def mounted_below(name: str, device: int) -> Mounted:
             view = namespace, root.st_dev, root.st_ino
             if view not in known:
                 known[view] = _directories(entry, name, wanted)
-            start = start_time(int(entry)) if known[view] else None
+            start = _read_start_time(int(entry)) if known[view] else None
             for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
         except PermissionError:
             # Pid 1 is in no container, and a sandbox may hide only that process.
             is_whole = is_whole and entry == "1"
-        except OSError:
-            continue  # it has ended
+        except OSError as e:
+            is_whole = is_whole and e.errno not in _SHORT  # otherwise it has ended
     return Mounted(found, is_whole)
 
 

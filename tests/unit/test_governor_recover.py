@@ -865,6 +865,32 @@ def test_too_many_open_files_is_not_taken_for_an_ended_process(
         open_process(Identity(os.getpid(), start_time(os.getpid()) or 0))
 
 
+def test_a_process_is_not_taken_for_ended_when_the_pidfd_is_the_last_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Identity(os.getpid(), start_time(os.getpid()) or 0)
+    pidfd = os.dup(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", lambda _: pidfd)
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(OSError, match="Too many"):
+            open_process(process)
+        assert start_time(process.pid) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pidfd)
+
+
+def test_a_search_that_runs_out_of_files_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the directory of a running container would be removed."""
+    monkeypatch.setattr(processes, "_mount_namespace", lambda pid: pid)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert processes.mounted_below("containers", 0) == processes.Mounted({}, is_whole=False)
+
+
+def refuse(_: Path) -> bytes:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
 CGROUPS = [
     ("0::/system.slice/docker-{}.scope", "docker"),
     ("0::/machine.slice/libpod-{}.scope/container", "podman"),

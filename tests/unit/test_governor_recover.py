@@ -526,10 +526,6 @@ def test_the_pages_memory_holds_until_the_first_sample(play: Play) -> None:
     play(scene)
 
 
-def damage_nothing(_: Path) -> None:
-    pass
-
-
 def remove(page: Path) -> None:
     page.unlink()
 

@@ -322,7 +322,7 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
                 group.freeze()
                 assert group.is_frozen()
                 deadline = time.monotonic() + 10
-                while switches(process.pid) != (before := stood(process.pid)):
+                while (before := switches_before_pause(process.pid)) != switches(process.pid):
                     assert time.monotonic() < deadline
                 with pytest.raises(CannotFreezeError, match="already frozen"):
                     open_group(membership, process.pid, {}, mounts)
@@ -331,7 +331,7 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
                 while switches(process.pid) == before:
                     assert time.monotonic() < deadline
                 group.freeze()
-                stood(process.pid)
+                switches_before_pause(process.pid)
                 process.kill()
                 while process.poll() is None and not is_killed(process.pid):
                     assert time.monotonic() < deadline
@@ -365,7 +365,8 @@ def switches(pid: int) -> int:
     return int(processes.status_fields(pid)["voluntary_ctxt_switches"])
 
 
-def stood(pid: int) -> int:
+def switches_before_pause(pid: int) -> int:
+    """Pause so that a process that is not frozen runs; return its switches before that."""
     before = switches(pid)
     time.sleep(0.1)
     return before

@@ -151,11 +151,12 @@ class History:
             return
         steps = range(max(self.last + 1, last - STEPS + 1), last + 1)
         passed = max(1, now_ns - self._looked_ns)
-        self.last, self._looked_ns, self.left_out = last, now_ns, 0
+        self.last, self._looked_ns = last, now_ns
         # Running containers come first, so that ended ones do not take their room.
         here = dict(uses)
         for who, use in here.items():
             self._write(who, use, steps, passed)
+        self.left_out = len(here.keys() - self._here.keys())
         parted, self._parted = self._parted, []
         for who, use in parted:
             if who not in here:
@@ -172,7 +173,6 @@ class History:
         if series is None:
             if len(self._here) + len(self._ended) >= MAX_SERIES:
                 if not self._ended:
-                    self.left_out += 1
                     return
                 self._ended.pop(0)
             self._numbers += 1

@@ -160,6 +160,15 @@ def test_ended_series_are_dropped_first() -> None:
     assert [about["series"] for about, _ in cut.series][-2:] == [MAX_SERIES + 1, MAX_SERIES + 2]
     history.record(4 * STEP_NS, many[2:])
     assert history.cut(-1).left_out == 0
+
+
+def test_an_ended_container_is_not_counted_as_left_out() -> None:
+    history = History(0)
+    many = [(i, replace(ALONE, key=str(i))) for i in range(MAX_SERIES)]
+    history.record(STEP_NS, many)
+    history.part("brief", ALONE)
+    history.record(2 * STEP_NS, many)
+    assert history.cut(-1).left_out == 0
     for i in range(3 * MAX_SERIES):
         history.part(("short", i), ALONE)
     history.record(5 * STEP_NS, [])

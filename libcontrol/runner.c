@@ -107,7 +107,7 @@ static void spin(struct runner *runner, uint64_t deadline)
 
     if (os_now() < from)
         wait_until(runner, from);
-    while (os_now() < to && !runner->stop) {
+    while (os_now() < to && !atomic_load_acquire(&runner->stop)) {
         struct report report;
         int32_t holder;
 

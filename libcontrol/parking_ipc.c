@@ -460,11 +460,13 @@ bool parking_ipc_close(CUdeviceptr address, CUresult *resultp)
 __attribute__((destructor)) static void ipc_finish(void)
 {
     uint64_t ends = os_now() + IPC_END_NS;
+    bool locked;
 
-    while (!os_trylock(&serve_lock) && os_now() < ends)
+    while (!(locked = os_trylock(&serve_lock)) && os_now() < ends)
         os_sleep(20 * NS_PER_US);
     ending = true;
-    os_unlock(&serve_lock);
+    if (locked)
+        os_unlock(&serve_lock);
 }
 
 /* The handles are the parent's. The child closes its copy of the socket, so that a process

@@ -163,10 +163,14 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
         yield note("the governor does not answer, so its scheduling is not known")
         return
     by_grants = {gpu["uuid"]: gpu for gpu in gpus if gpu.get("scheduling") != "hardware"}
-    for gpu in by_grants.values():
-        if gpu.get("not_steered") and node.config.scheduling == "auto":
+    # The governor may run with another setting than the files have by now.
+    missed = [gpu for gpu in by_grants.values() if gpu.get("not_steered")]
+    if node.config.scheduling == "gate":
+        missed = []
+    for gpu in missed:
+        if node.config.scheduling == "auto":
             yield note(f"GPU {gpu['index']} is shared by grants: {gpu['not_steered']}")
-        elif gpu.get("not_steered"):
+        else:
             yield warning(
                 f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
                 f"{gpu['not_steered']}",
@@ -189,7 +193,7 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
     steered = [str(gpu["index"]) for gpu in gpus if gpu["uuid"] not in by_grants]
     if steered:
         yield ok(f"the hardware scheduler divides the time of GPU {', '.join(steered)}")
-    elif not at_once and not any(gpu.get("not_steered") for gpu in gpus):
+    elif not at_once and not missed:
         yield ok("grants divide the GPUs' time")
 
 

@@ -47,6 +47,8 @@ def test_a_gpu_that_is_not_steered_is_a_warning_only_if_steering_is_configured(
         "time slices of 8 to 1 had no effect"
     )
     assert other == "ok: the hardware scheduler divides the time of GPU 0"
+    # The file says `gate` already, but the governor still runs with its earlier setting.
+    assert find(monkeypatch, "gate", [REFUSED]) == ["ok: grants divide the GPUs' time"]
 
 
 def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

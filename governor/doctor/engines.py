@@ -8,6 +8,7 @@ is a warning only if none is set up.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
@@ -41,6 +42,8 @@ CONTAINERD = (
 DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
 DOCKER_PS = (*DOCKER_INFO[1:3], "ps", "--all", "--no-trunc", "--format", "{{.Names}}\t{{.Labels}}")
 ANNOTATIONS_SINCE = 24
+
+_CLASS = re.compile(r"\[([!^]?)([^]]+)\]")
 
 
 def _version(node: ExaminedNode, program: str) -> Iterator[Finding]:
@@ -222,8 +225,14 @@ def passes(patterns: tuple[str, ...], name: str) -> bool:
     parts = name.split("/")
     return any(
         len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
-        for wanted in (pattern.split("/") for pattern in patterns)
+        for wanted in (_CLASS.sub(_python_class, pattern).split("/") for pattern in patterns)
     )
+
+
+def _python_class(match: re.Match[str]) -> str:
+    """Return a class of characters as fnmatch writes it: `!` negates instead of `^`."""
+    sign, characters = match.groups()
+    return f"[!{characters}]" if sign == "^" else f"[{characters}{sign}]"
 
 
 def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:

@@ -328,11 +328,14 @@ def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
         (("tidegate.gpu*",), False),
         (("other/*",), False),
         ((), False),
+        (("tidegate.gp[s-v]/*",), True),
+        (("tidegate.gp[^u]/*",), False),
+        (("tidegate.gp[^a]/*",), True),
+        (("tidegate.gp[!u]/*",), True),  # not a negation: `!` or `u`
+        (("tidegate.gp[!a]/*",), False),
     ],
 )
-def test_a_star_in_containerds_patterns_ends_at_a_slash(
-    patterns: tuple[str, ...], *, through: bool
-) -> None:
+def test_patterns_match_as_in_containerd(patterns: tuple[str, ...], *, through: bool) -> None:
     assert passes(patterns, "tidegate.gpu/memory") is through
 
 

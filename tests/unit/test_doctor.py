@@ -61,7 +61,7 @@ def test_no_check_fails_on_directories_in_place_of_files(tmp_path: Path, check: 
         assert "the check failed" not in one.finding.found
 
 
-def test_fifos_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
+def test_fifos_and_huge_files_are_not_read(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     fifo = host.root / "proc/sys/kernel/osrelease"
     fifo.parent.mkdir(parents=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from libcontrol import layout, pages
 from simgpu import simgpu
 from simgpu.testing import CudaError
-from tests.conftest import ROOT, lack
+from tests.conftest import ROOT, lack, need
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CONTEXT = 64 * MIB
@@ -549,6 +549,7 @@ def compile_shim(source: Path, library: Path) -> None:
     The linker records the soname of the library that it links, so it is given an empty library with
     the intended soname.
     """
+    need("gcc")
     empty = library.parent / "empty" / "libsimgpu.so"
     empty.parent.mkdir()
     shared = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror"]

@@ -540,6 +540,7 @@ int nvmlDeviceGetMemoryInfo(void *d, unsigned long long m[3]) { m[0] = m[1] = m[
 
 def fake_driver(container: NvmlContainer) -> None:
     """Put an old driver behind the substitute. Its first device is a MIG instance."""
+    need("gcc")
     uuid = f'-DUUID="{simgpu.device_uuid(1, 0)}"'
     command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", uuid, "-o", str(container.origin)]
     subprocess.run(command, input=FAKE, text=True, check=True)

@@ -22,7 +22,7 @@ import pytest
 from bench.sandbox import FUTEX_WAKE, SYS_FUTEX
 from libcontrol import layout, pages
 from simgpu.testing import CudaError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, need
 from tests.unit.memory_node import (
     GIB,
     LAUNCH,
@@ -542,6 +542,7 @@ def test_a_process_does_not_wait_for_a_governor_that_ended_long_ago(node: Memory
 
 def test_a_program_ends_without_waiting_for_a_grant(node: MemoryNode, tmp_path: Path) -> None:
     """The destructor of a library that was loaded later runs later, and may wait for held work."""
+    need("gcc")
     late = tmp_path / "late.so"
     source = ROOT / "tests/interposed/late.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", late, source], check=True)

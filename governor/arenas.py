@@ -110,7 +110,7 @@ class Arenas:
                     break
                 missing = layout.ARENA_PIECE + SPARE - self._available()
                 if missing > 0:
-                    raise ArenaError(f"{missing} bytes of memory are short on this node")
+                    raise ArenaError(f"this node lacks {missing} bytes of memory")
                 end = arena.ready + layout.ARENA_PIECE
                 await asyncio.to_thread(os.posix_fallocate, fd, arena.ready, layout.ARENA_PIECE)
                 if self._arenas.get(slot) is arena:

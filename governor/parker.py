@@ -122,7 +122,7 @@ class Parker:
                 if time.monotonic() > deadline:
                     raise RefusedError(
                         f"{-(-missing // MIB)} MiB of memory are held by containers that may be"
-                        " parked, and work",
+                        " parked but are working",
                         hint="try again",
                     )
                 self._wanted.set()
@@ -257,7 +257,7 @@ class Parker:
             log.warning(
                 "container-not-resident",
                 container=container.identifier,
-                message="the GPU has no room for its memory, although no container has that room",
+                message="the GPU has no room for its memory, although no container uses that room",
                 hint="it is tried again; nvidia-smi shows what else uses the GPU",
             )
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
@@ -270,7 +270,7 @@ class Parker:
                 "container-not-parked",
                 container=container.identifier,
                 message="its work does not end, and other containers wait for its memory",
-                hint="set tidegate.gpu/parking to never if that is how it works",
+                hint="set tidegate.gpu/parking to never if it always works like this",
             )
             spot.left_alone_ns = now_ns + AGAIN_NS
             self._order(container, Whereabouts.COMING, now_ns)
@@ -280,7 +280,7 @@ class Parker:
             log.warning(
                 "container-waits",
                 container=container.identifier,
-                message="its calls wait for memory on the GPU, which others do not leave",
+                message="its calls wait for GPU memory that other containers do not release",
                 hint="tidegate ps shows them; a container of class latency that works, or one with"
                 " tidegate.gpu/parking set to never, does not leave",
             )

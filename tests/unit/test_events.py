@@ -95,7 +95,7 @@ def test_moves_of_memory_are_shown_on_request_and_failures_always(
         **about,
         "event": "container-not-parked",
         "message": "its work does not end, and other containers wait for its memory",
-        "hint": "set tidegate.gpu/parking to never if that is how it works",
+        "hint": "set tidegate.gpu/parking to never if it always works like this",
         "level": "warning",
     }
     governor = put(
@@ -107,7 +107,7 @@ def test_moves_of_memory_are_shown_on_request_and_failures_always(
     [failure] = run(capsys, "--log", governor)
     assert failure == (
         f"{'t':24} governor container-not-parked 77aa: its work does not end, and other containers"
-        " wait for its memory; set tidegate.gpu/parking to never if that is how it works"
+        " wait for its memory; set tidegate.gpu/parking to never if it always works like this"
     )
     assert run(capsys, "--log", governor, "--container", "77", "--all") == [
         f"{'t':24} governor container-parked 77aa: memory 1073741824, seconds 0.35",

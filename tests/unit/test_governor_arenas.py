@@ -79,7 +79,7 @@ def test_some_memory_is_left_for_the_node(ledger) -> None:
     arenas.open(0)
     asyncio.run(arenas.grow(0, PIECE))
     left = SPARE + PIECE - 5
-    with pytest.raises(ArenaError, match="5 bytes of memory are short"):
+    with pytest.raises(ArenaError, match="this node lacks 5 bytes of memory"):
         asyncio.run(arenas.grow(0, 2 * PIECE))
     assert arenas.ready(0) == PIECE
     arenas.close(0)

@@ -330,7 +330,7 @@ def test_missing_host_memory_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         a, b = container("a", 30), container("b", 30)
         a.parking.lacks = {0: 20 * GIB}
-        a.parking.arenas.error = "5 bytes of memory are short on this node"
+        a.parking.arenas.error = "this node lacks 5 bytes of memory"
         node = Played(a, b)
         node.step()
         await asyncio.sleep(0.01)

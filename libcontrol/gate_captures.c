@@ -119,8 +119,8 @@ static cold void capture_log(void)
     static uint32_t logged;
 
     if (!atomic_exchange_acq_rel(&logged, 1))
-        control_log("cuStreamBeginCaptureToCig was refused: 64 streams of this process capture "
-                    "already, and no more can be followed");
+        control_log("cuStreamBeginCaptureToCig was refused: 64 streams of this process are "
+                    "capturing already, and the library cannot track more");
 }
 
 /*

@@ -112,8 +112,8 @@ static enum arena_need arena_need(uint64_t size)
     static bool logged;
 
     if (size > pages_now.arena_size) {
-        move_log(&logged, "memory is not parked: no host memory, or memory for a smaller quota, "
-                          "was allocated for it");
+        move_log(&logged, "memory is not parked: the host memory for it is missing, or was "
+                          "allocated for a smaller quota");
         return ARENA_WAIT;
     }
     if (size <= arena_pinned)
@@ -303,7 +303,7 @@ static bool move_in(void)
     if (moved == PARKING_MOVE_FAILED) {
         given_up = true;
         control_log("parked memory cannot be moved back to the GPU: the driver returns an "
-                    "error, and so will the program's next calls");
+                    "error, and the program's next calls will return it too");
     }
     parking_turn(PARKING_IN, moved == PARKING_MOVED_BACK ? PARKING_PARKED : PARKING_RESIDENT);
     report();

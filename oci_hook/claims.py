@@ -56,7 +56,8 @@ def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ..
                 options = parse_arguments(words)
             except HookError as e:
                 raise BundleError(
-                    f"an entry of the hook in config.json is not understood: {e.message}", hint=HINT
+                    f"an entry of the hook in config.json has invalid arguments: {e.message}",
+                    hint=HINT,
                 ) from e
             found[options.claim, options.share] = None
     if found and shared:

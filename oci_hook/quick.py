@@ -89,7 +89,7 @@ def parse_arguments(arguments: "list[str]") -> HookOptions:
         elif argument in STAGES and not options.stage:
             options.stage = argument
         else:
-            raise _misuse("argument '{}' is not understood", argument)
+            raise _misuse("unknown argument '{}'", argument)
     if not options.stage:
         raise _misuse("no stage is given")
     if (options.claim == "") != (options.share == "") or (

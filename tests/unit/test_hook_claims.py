@@ -113,7 +113,7 @@ def test_an_invalid_entry_of_the_hook_is_refused(words: tuple[str, ...]) -> None
     with pytest.raises(InternalError):
         parse_arguments([*words, "createRuntime"])
     with pytest.raises(
-        BundleError, match=r"an entry of the hook in config\.json is not understood"
+        BundleError, match=r"an entry of the hook in config\.json has invalid arguments"
     ):
         find_claims(document(claimed(), entry(*words)), OWN)
 

@@ -338,7 +338,7 @@ static enum form form_of(const char *name)
         if (!strcmp(name, form_names[i]))
             return (enum form)i;
     }
-    fprintf(stderr, "burner: no form %s; see the head of bench/burner.c\n", name);
+    fprintf(stderr, "burner: unknown form %s; see the head of bench/burner.c\n", name);
     exit(2);
 }
 

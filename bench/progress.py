@@ -84,7 +84,7 @@ def parse_stamps(data: bytes, source: str = "progress data") -> tuple[Stamp, ...
     whole = len(data) - len(data) % RECORD.size
     stamps = tuple(Stamp(*fields) for fields in RECORD.iter_unpack(data[:whole]))
     if not stamps:
-        raise ProgressError(f"{source} holds no stamp: did the workload start?")
+        raise ProgressError(f"{source} contains no stamp: did the workload start?")
     check_order(stamps, source)
     return stamps
 
@@ -111,7 +111,7 @@ def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
     sum, so that the solo run has a share of exactly 1 once its warm-up is over.
     """
     if not stamps:
-        raise ProgressError("the solo run holds no stamp: did the workload start?")
+        raise ProgressError("the solo run contains no stamp: did the workload start?")
     check_order(stamps, "the solo run")
     kept = [stamp for stamp in stamps if stamp.time >= stamps[0].time + warm_up]
     samples: dict[int, list[int]] = {}
@@ -125,7 +125,7 @@ def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
     medians = {kind: statistics.median(taken) for kind, taken in sorted(samples.items())}
     counted = math.fsum(medians[kind] * len(taken) for kind, taken in samples.items())
     if counted <= 0:
-        raise ProgressError("the units of the solo run take no time: the clock stands still")
+        raise ProgressError("the units of the solo run take no time: the clock does not advance")
     scale = (kept[-1].time - kept[0].time) / counted
     return Profile(
         durations={kind: median * scale for kind, median in medians.items()},

@@ -166,7 +166,7 @@ class Opener:
         """Wait until few enough other GPUs of the node are being tested."""
         while not self._turns.acquire(timeout=TURN_S):
             if ending.is_set():
-                raise NotProbedError("the governor ends")
+                raise NotProbedError("the governor is stopping")
         try:
             yield
         finally:

@@ -148,7 +148,7 @@ class Worker:
             left = deadline - time.monotonic()
             if not select.select([fd], [], [], max(0.0, min(left, POLL_S)))[0]:
                 if self._ending():
-                    raise NotProbedError("the governor ends")
+                    raise NotProbedError("the governor is stopping")
                 if left > POLL_S:
                     continue
                 if deadline == self._until:

@@ -169,7 +169,7 @@ def test_a_test_that_hangs_ends_within_its_time(
 
 def test_a_test_ends_with_the_governor(gpu: SimpleNamespace) -> None:
     ending = iter([False, True])
-    with pytest.raises(NotProbedError, match="the governor ends"):
+    with pytest.raises(NotProbedError, match="the governor is stopping"):
         run_probe(gpu, is_ending=lambda: next(ending))
 
 
@@ -342,9 +342,9 @@ def test_a_driver_that_refuses_a_call_in_the_test_fails_it(node: Openings) -> No
 def test_a_test_cut_short_by_the_end_of_the_governor_steers_nothing(
     node: Openings, scheduling: str
 ) -> None:
-    node.result = NotProbedError("the governor ends")
+    node.result = NotProbedError("the governor is stopping")
     node.ending.set()
-    assert node.try_open(scheduling).endswith("the governor ends")
+    assert node.try_open(scheduling).endswith("the governor is stopping")
     assert node.closed == 1
 
 
@@ -362,7 +362,7 @@ def test_the_number_of_gpus_that_are_tested_at_once_is_limited(node: Openings) -
     maker.turns.acquire()
     node.ending.set()
     other = Opener(maker, Device(1, "GPU-2", "H200", 1 << 37, 0))
-    with pytest.raises(NotProbedError, match="the governor ends"):
+    with pytest.raises(NotProbedError, match="the governor is stopping"):
         other.open(node.ending)
 
 

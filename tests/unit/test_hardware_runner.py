@@ -487,7 +487,7 @@ class Opening:
     def __call__(self, ending):
         while not self.may_end.wait(0.01):
             if ending.is_set():
-                raise NotProbedError("the governor ends")
+                raise NotProbedError("the governor is stopping")
         if self.result:
             raise self.result
         return self.gpu

@@ -12,7 +12,7 @@ SUMMARY = "List the claims that are booked on this node's GPUs"
 EPILOG = """\
 A claim is booked from the time when the node's driver announces it until the driver takes it back,
 whether or not a container uses it. If it is taken back while containers use it, its state is
-leaving, and it ends with the last of them.
+leaving, and it is removed when the last of them ends.
 
 """
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from oci_hook.plan import PlacePlan, Plan
     from oci_hook.request import Request
 
-SUMMARY = "Say what a container would get, and why"
+SUMMARY = "Show what a container would get, and why"
 WIDTH = 110
 KEY = "<key>"  # the governor chooses it when it admits the container
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--dry-run", action="store_true", help="only say what would change")
+    parser.add_argument("--dry-run", action="store_true", help="only report what would change")
     parser.add_argument(
         "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
     )

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument("engine", choices=ENGINES, help="the engine to configure")
     parser.add_argument("--dry-run", action="store_true", help="write nothing; show the difference")
-    parser.add_argument("--undo", action="store_true", help="restore what was there before")
+    parser.add_argument("--undo", action="store_true", help="restore the previous configuration")
     parser.add_argument("--root", default="/", metavar="DIR", help="the node's root (default /)")
     parser.add_argument(
         "--bin-dir",

@@ -93,7 +93,9 @@ def libraries(node: ExaminedNode) -> Iterator[Finding]:
     from vdriver.errors import VdriverError
 
     if kind_of_mirror(node) == "simulated":
-        yield note("the mirror's driver is the simulated GPU's; its directory is given by hand")
+        yield note(
+            "the mirror's driver is the simulated GPU's; its directory must be specified explicitly"
+        )
         return
     try:
         driver = find_driver(node.root)

@@ -151,7 +151,9 @@ def gpus(node: ExaminedNode) -> Iterator[Finding]:
     if open_:
         yield ok(f"GPU {', '.join(map(str, open_))} is shared")
     else:
-        yield wrong("no GPU takes containers", "see the lines above; nvidia-smi -L lists the GPUs")
+        yield wrong(
+            "no GPU accepts containers", "see the lines above; nvidia-smi -L lists the GPUs"
+        )
 
 
 def scheduling(node: ExaminedNode) -> Iterator[Finding]:
@@ -211,7 +213,7 @@ def membership(node: ExaminedNode) -> Iterator[Finding]:
             f"containers ({unknown[0][:64]}): every process that reaches their sockets is "
             "registered",
             "run the governor in the host's control group namespace, and start containers with "
-            "control groups of their own",
+            "separate control groups",
         )
     else:
         yield ok(f"each of {len(containers)} containers has a control group that the governor sees")

@@ -22,6 +22,8 @@ def examine_wrapper(
 
     `elsewhere` is true if the engine passes arguments, so that the wrapper may have other settings.
     """
+    if path is None:
+        return wrong(f"{what} specifies no program", remedy)
     if not isinstance(path, str) or not path.startswith("/"):
         return wrong(f"{what} runs {path!r}, which is not an absolute path", remedy)
     if not PurePosixPath(path).name.startswith(f"{NAME}-"):

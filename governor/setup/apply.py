@@ -168,7 +168,7 @@ def _take_out(root: Root, entry: ChangedFile, data: bytes, undo: SetupUndo) -> b
     except ValueError as e:
         raise SetupError(
             f"{shown} has been edited since, and Tidegate's part cannot be told from the rest: {e}",
-            hint="correct it, or take it out by hand, and run it again",
+            hint="correct it or remove it manually, then run the command again",
         ) from e
     undo.notes.append(f"{shown} has been edited since: only Tidegate's part is removed")
     return None if rest is None else rest.encode()

@@ -120,7 +120,7 @@ def test_a_handler_that_is_not_the_wrapper_is_wrong(host: Host) -> None:
     )
     host.put(OURS, "[crio.runtime.runtimes.tidegate]\nruntime_type = 'vm'\n")
     assert host.check("crio.handler")[0].startswith(
-        "wrong: CRI-O's handler tidegate runs None, which is not an absolute path"
+        "wrong: CRI-O's handler tidegate specifies no program"
     )
 
 

@@ -233,7 +233,7 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
         (
             'BinaryName = "/usr/bin/tidegate-runtime"',
             "",
-            "wrong: {path}: the handler tidegate runs None, which is not an absolute path",
+            "wrong: {path}: the handler tidegate specifies no program",
         ),
         (
             "/usr/bin/tidegate-runtime",
@@ -295,7 +295,7 @@ def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
     host.json(spec, {"hooks": {"createRuntime": [{**hook, "env": []}]}})
     assert "a hook has no env" in host.check("containerd.handler")[1]
     host.json(spec, {"hooks": {"createRuntime": [{"path": "/usr/bin/other"}]}})
-    assert host.check("containerd.handler")[0].startswith(f"wrong: {what} runs None")
+    assert host.check("containerd.handler")[0].startswith(f"wrong: {what} specifies no program")
 
 
 def test_another_program_as_the_runtime_tidegate_is_wrong(host: Host) -> None:

@@ -260,7 +260,7 @@ def test_lost_closed_and_unshared_gpus_are_reported(tmp_path: Path) -> None:
             "ok: GPU 0 is shared",
         ]
         told["gpus"]["gpus"] = [lost]
-        assert host.check("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
+        assert host.check("governor.gpus")[-1].startswith("wrong: no GPU accepts containers")
 
 
 def test_containers_with_unidentifiable_processes_are_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -236,8 +237,15 @@ class RealCluster:
 
     def close(self) -> list[str]:
         """Stop everything; return what is left of it on this machine."""
-        left = [line for node in self.nodes for line in node.close()]
-        self.control_plane.close()
+        left: list[str] = []
+
+        def close(node: ClusterNode) -> None:
+            left.extend(node.close())
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.control_plane.close)
+            for node in reversed(self.nodes):
+                stack.callback(close, node)
         return left
 
     def remove(self) -> None:

@@ -7,6 +7,7 @@ GPU is a simulated one in /dev, with a driver in the directory where NVIDIA's wo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -386,10 +387,12 @@ class ClusterNode:
         """
         left = []
         if self._unshare is not None:
-            if self.pid:
-                os.kill(self.pid, signal.SIGKILL)  # the kernel then ends its PID namespace
-            elif self._unshare.poll() is None:
-                self._unshare.kill()
+            if self._unshare.poll() is None:  # otherwise the PID may be that of another process
+                if self.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)  # the kernel then ends its PID namespace
+                else:
+                    self._unshare.kill()
             self._unshare.communicate(timeout=60)
             self._unshare, self.pid = None, 0
             for daemon in (self.kubelet, self.containerd):

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--without-server", action="store_true", help="no fork server")
     args = parser.parse_args(argv)
+    if args.rounds < 2:
+        parser.error("--rounds is 2 or more: the summary has standard errors")
     if os.geteuid() != 0:
         print("start_times: engines need root", file=sys.stderr)
         return 77

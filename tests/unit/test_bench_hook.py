@@ -77,3 +77,11 @@ def test_the_page_has_the_cost_of_a_start_with_each_engine() -> None:
     }  # fmt: skip
     line = "| docker: Docker 1 | 100 | 1.0 ± 0.0 | 21.0 ± 3.1 |"
     assert line in report_docs.build_page({"2026-01-02-starts": kept}).text
+
+
+def test_start_times_of_one_round_are_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        start_times.main(["--rounds", "1"])
+    assert "--rounds is 2 or more" in capsys.readouterr().err

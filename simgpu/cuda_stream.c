@@ -363,6 +363,7 @@ static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
 {
     CUresult r = driver_enter();
     const struct event *events[2] = {start, end};
+    bool ready = true;
 
     if (r)
         return r;
@@ -377,12 +378,16 @@ static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
             return driver_leave(CUDA_ERROR_CAPTURED_EVENT);
         if (event->flags & CU_EVENT_DISABLE_TIMING || !event->context)
             return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-        if (!event->completed && event_alive(event))
+        if (!event->completed && event_alive(event)) {
             r = context_look(event->context);
-        if (!r && !event->completed)
-            r = CUDA_ERROR_NOT_READY;
+            if (r)
+                return driver_leave(r);
+        }
+        ready = ready && event->completed;
     }
-    if (!r)
+    if (!ready)
+        r = CUDA_ERROR_NOT_READY;
+    else
         *milliseconds = (float)((double)(int64_t)(end->time - start->time) / 1e6);
     return driver_leave(r);
 }

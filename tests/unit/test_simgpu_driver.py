@@ -288,6 +288,23 @@ def test_events_without_timing_or_without_a_record_have_no_time(
     assert driver.try_call("cuEventElapsedTime", milliseconds, timed, end) == NOT_READY
 
 
+def test_a_pair_of_two_contexts_has_no_time_before_both_events_have_happened(
+    driver: SimulatedDriver,
+) -> None:
+    first, second = driver.context(), driver.context()
+    first.make_current()
+    start, end = driver.event(), driver.event()
+    first.burn(10 * MS)
+    driver.call("cuEventRecord", start, 0)
+    second.make_current()
+    second.burn(MS)
+    driver.call("cuEventRecord", end, 0)
+    driver.set_clock(6 * MS)
+    milliseconds = ctypes.byref(ctypes.c_float())
+    assert driver.try_call("cuEventElapsedTime", milliseconds, start, end) == NOT_READY
+    assert driver.try_call("cuEventQuery", end) == 0
+
+
 def test_an_event_recorded_again_forgets_its_first_record(
     driver: SimulatedDriver, context: Context
 ) -> None:

@@ -70,14 +70,19 @@ CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, 
     return CUDA_SUCCESS;
 }
 
+/** graph_remove_last() - take back the node that was added last */
+void graph_remove_last(struct graph *graph)
+{
+    struct graph_node *node = graph->nodes;
+
+    graph->nodes = node->next;
+    pool_give(&nodes_pool, node);
+}
+
 void graph_free(struct graph *graph)
 {
-    while (graph->nodes) {
-        struct graph_node *node = graph->nodes;
-
-        graph->nodes = node->next;
-        pool_give(&nodes_pool, node);
-    }
+    while (graph->nodes)
+        graph_remove_last(graph);
     if (graph->memory)
         graphmem_leave(graph->memory, false);
     commands_free(graph->commands, graph->n);

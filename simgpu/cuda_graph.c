@@ -77,6 +77,7 @@ ENTRY(cuGraphAddMemAllocNode, CUgraphNode *nodep, CUgraph graph, const CUgraphNo
       size_t n, CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
 {
     struct device *device;
+    CUgraphNode node;
     uintptr_t address;
     CUresult r = driver_enter();
 
@@ -87,27 +88,38 @@ ENTRY(cuGraphAddMemAllocNode, CUgraphNode *nodep, CUgraph graph, const CUgraphNo
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     r = location_device(&parameters->poolProps.location, &device);
     if (!r)
-        r = graph_add(graph, dependencies, n, nodep);
-    if (!r)
-        r = graphmem_allocate(graph_memory(graph), parameters->poolProps.location.id,
-                              parameters->bytesize, &address);
-    if (!r)
-        parameters->dptr = address;
-    return driver_leave(r);
+        r = graph_add(graph, dependencies, n, &node);
+    if (r)
+        return driver_leave(r);
+    r = graphmem_allocate(graph_memory(graph), parameters->poolProps.location.id,
+                          parameters->bytesize, &address);
+    if (r) {
+        graph_remove_last(graph);
+        return driver_leave(r);
+    }
+    *nodep = node;
+    parameters->dptr = address;
+    return driver_leave(CUDA_SUCCESS);
 }
 
 ENTRY(cuGraphAddMemFreeNode, CUgraphNode *nodep, CUgraph graph, const CUgraphNode *dependencies,
       size_t n, CUdeviceptr address)
 {
+    CUgraphNode node;
     CUresult r = driver_enter();
 
     if (r)
         return r;
     if (!nodep || !graph_valid(graph))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    r = graph_add(graph, dependencies, n, nodep);
-    if (!r)
-        r = graphmem_end(*graph_memory(graph), address);
+    r = graph_add(graph, dependencies, n, &node);
+    if (r)
+        return driver_leave(r);
+    r = graphmem_end(*graph_memory(graph), address);
+    if (r)
+        graph_remove_last(graph);
+    else
+        *nodep = node;
     return driver_leave(r);
 }
 

@@ -349,6 +349,7 @@ void graph_free(struct graph *graph);
 struct graph_memory **graph_memory(struct graph *graph);
 CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, size_t n,
                    struct graph_node **nodep);
+void graph_remove_last(struct graph *graph);
 CUresult graph_instantiate(const struct graph *graph, bool free_again, struct graph_exec **execp);
 CUresult graph_upload(struct graph_exec *exec);
 CUresult graph_launch(struct graph_exec *exec, struct stream *stream);

@@ -1015,6 +1015,20 @@ def test_a_graph_that_does_not_fit_is_not_launched(driver: SimulatedDriver) -> N
     assert driver.try_call("cuGraphAddMemFreeNode", node, stranger, None, 0, address) == 1
 
 
+@pytest.mark.usefixtures("context")
+def test_a_node_whose_memory_is_refused_is_not_part_of_the_graph(driver: SimulatedDriver) -> None:
+    graph = driver.get("cuGraphCreate", 0)
+    node = ctypes.c_uint64()
+    parameters = ctypes.byref(AllocNode(PoolProps(PINNED, 0, DEVICE, 0), None, 0, 5 * TOTAL))
+    where = ctypes.byref(node)
+    call = ("cuGraphAddMemAllocNode", where, graph, None, 0, parameters)
+    assert driver.try_call(*call) == OUT_OF_MEMORY
+    assert node.value == 0
+    call = ("cuGraphAddMemFreeNode", where, graph, None, 0, 4096)
+    assert driver.try_call(*call) == INVALID_VALUE
+    assert node.value == 0
+
+
 # The end of processes
 
 

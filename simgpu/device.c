@@ -393,13 +393,14 @@ int device_open(struct device **devicep, const char *directory, unsigned int min
         goto close;
     }
     device->gpu = mmap(NULL, sizeof(struct gpu), PROT_READ | PROT_WRITE, MAP_SHARED, device->fd, 0);
+    /* From here on, closing the descriptor could drop the record locks of another copy of this
+     * library, which has accepted the file as well. */
     if (device->gpu == MAP_FAILED) {
         r = -errno;
-        goto close;
+        goto free;
     }
     r = slot_attach(device, nvml);
     if (r < 0) {
-        /* Closing the descriptor could drop the record locks of another copy of this library. */
         munmap(device->gpu, sizeof(struct gpu));
         goto free;
     }

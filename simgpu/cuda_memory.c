@@ -240,7 +240,10 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/* Copies in a simulated GPU have ended when the call returns, so there is nothing to set. */
+/*
+ * Accepted without effect: a copy of 1 MiB or more within device memory may end after its call
+ * even so.
+ */
 ENTRY(cuPointerSetAttribute, const void *value, CUpointer_attribute attribute, CUdeviceptr address)
 {
     const struct allocation *item;

@@ -43,6 +43,7 @@ VOLUME = "it is on a volume"
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
 COMPAT = ("compat", "compat/lib", "compat/lib.real")  # from CUDA packages, in /usr/local/cuda*
 SEARCH_LIMIT = 256
+LISTING_LIMIT = 4096  # entries of /usr/local
 LINKS_LIMIT = 40  # the kernel's limit for the links in one path
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
@@ -438,9 +439,16 @@ def _compat_directories(rootfd: int) -> list[str]:
         return []
     try:
         with os.scandir(fd) as entries:
-            names = [e.name for e in islice(entries, SEARCH_LIMIT) if e.name.startswith("cuda")]
+            listed = [e.name for e in islice(entries, LISTING_LIMIT + 1)]
     finally:
         os.close(fd)
+    names = [name for name in listed if name.startswith("cuda")]
+    if len(listed) > LISTING_LIMIT or len(names) > SEARCH_LIMIT:
+        raise ImageError(
+            f"/usr/local in the image has more than {LISTING_LIMIT} entries, or more than"
+            f" {SEARCH_LIMIT} whose names start with cuda",
+            hint="remove some of them: drivers of CUDA packages are looked for there",
+        )
     return [f"usr/local/{name}/{directory}" for name in sorted(names) for directory in COMPAT]
 
 

@@ -909,7 +909,7 @@ def test_platform_is_expanded_to_all_possible_values() -> None:
     ]
 
 
-def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_path_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each directory takes a path walk in the image, so an image must not determine their number."""
     limit = oci_hook.image.SEARCH_LIMIT
     names = ":".join(f"/{n}" for n in range(limit + 1))
@@ -926,12 +926,31 @@ def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(tried) == limit
     monkeypatch.setattr(oci_hook.image, "_look_at_program", lambda *_: ("/", names))
     assert len(search_path(-1, -1, IMAGE, {"process": process})) == limit
-    for n in range(limit + 1):
-        (tmp_path / f"usr/local/cuda-{n}").mkdir(parents=True)
+
+
+def test_the_search_for_compat_directories_has_limits_and_leaves_none_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other entries do not hide a directory with a driver; beyond a limit the image is refused."""
+    limit = oci_hook.image.SEARCH_LIMIT
+    monkeypatch.setattr(oci_hook.image, "LISTING_LIMIT", 3 * limit)
     rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
-    found = oci_hook.image._compat_directories(rootfd)
-    os.close(rootfd)
-    assert len(found) == limit * len(oci_hook.image.COMPAT)
+
+    def fill(start: str, n: int) -> list[str]:
+        for i in range(n):
+            (tmp_path / f"usr/local/{start}-{i}").mkdir(parents=True, exist_ok=True)
+        return oci_hook.image._compat_directories(rootfd)
+
+    try:
+        fill("other", 2 * limit - 1)
+        assert len(fill("cuda", limit)) == limit * len(oci_hook.image.COMPAT)
+        with pytest.raises(ImageError, match="more than 256 whose names start with cuda"):
+            fill("cuda", limit + 1)
+        (tmp_path / "usr/local/cuda-0").rmdir()
+        with pytest.raises(ImageError, match="/usr/local in the image has more than 768 entries"):
+            fill("more", 2)
+    finally:
+        os.close(rootfd)
 
 
 def test_a_manifest_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
 and share the GPU in turns. During the run, the driver's NVML is read fifty times a second. At the
-end, the memory in use on the GPU and the host's shared memory are compared with those before it.
+end, the memory in use on the GPU and the host's shared memory are compared with those at the start.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def wait_for_container(node: BenchNode, container: Running) -> str | None:
 
 
 def watch(node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]) -> dict[str, Any]:
-    """Sample the memory of the containers until all have ended, and their parking every second.
+    """Sample the containers' memory, and their parking once a second, until all have ended.
 
     Return the times of the samples in seconds, the bytes of each container at these times, and the
     governor's reports of their parking.

@@ -139,7 +139,7 @@ def run_without(
 
 
 def watch(node: BenchNode, until: float, began: float, quotas: dict[str, int]) -> None:
-    """Show once a second, until a time, how much the governor has charged each container.
+    """Show once a second, until a given time, how much the governor has charged each container.
 
     On a terminal each line replaces the previous one.
     """
@@ -259,7 +259,7 @@ def measure(
             f"{len(quotas)} containers under {args.runtime}: "
             + ", ".join(f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items())
         )
-        say(f"halfway, a container greedy asks for {ASKED // MIB} MiB of its {ALLOWED // MIB}")
+        say(f"halfway, a container with {ALLOWED // MIB} MiB, greedy, asks for {ASKED // MIB} MiB")
         containers = start_all(node, args, quotas, jobs, memory)
         begin = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(SETTLE_S * NS_PER_S)
         began = time.monotonic()
@@ -397,7 +397,7 @@ def load_line(taken: float) -> str:
         return ""
     return (
         f"demo: other programs keep {taken:.1f} of {os.cpu_count()} processors busy: "
-        "shares may be off; end them, or do not judge by this run"
+        "shares may be off; end those programs, or do not judge by this run"
     )
 
 

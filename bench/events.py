@@ -84,7 +84,7 @@ def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tu
 
 
 def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the time until each change of an arm was settled, in ms, and the longest.
+    """Return the time until each change of an arm had settled, in ms, and the longest of these.
 
     `reached` is the time until the new share was reached for the first time. A window of 100 ms
     contains so few grants that it can be more than 3 points off again without a change.
@@ -222,7 +222,7 @@ def change_quota(
 
 
 def come_and_go(node: BenchNode, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
-    """Make a neighbour of the first container begin to work and end, repeatedly."""
+    """Repeatedly start a neighbour of the first container, and let it work until it ends."""
     events: list[Event] = []
     for _ in range(arm.times):
         neighbour = start(arm.visitors[0], PHASE_S)

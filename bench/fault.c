@@ -5,7 +5,8 @@
  *
  * The last line on standard output is JSON with the driver's error code (0 if there was no fault)
  * and, after a fault, the call that returned it.
- * With --wait-file the program creates its context and F.ready, and continues when F exists.
+ * With --wait-file the program creates its context and the file F.ready, and continues when F
+ * exists.
  */
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -22,7 +22,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def read_topology(text: str) -> dict[str, Any]:
-    """Return each pair's connection, and the GPUs' NUMA nodes, from `nvidia-smi topo -m`."""
+    """Read the connections between GPUs, and their NUMA nodes, from `nvidia-smi topo -m`."""
     lines = [ESCAPE.sub("", line).split("\t") for line in text.splitlines()]
     head: list[str] = next((line for line in lines if "GPU1" in (x.strip() for x in line)), [])
     names = [cell.strip() for cell in head]
@@ -66,7 +66,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def percent(work_us: Sequence[int]) -> float | None:
-    """Return work in steps of 10 ms as a share."""
+    """Return work, which is given in steps of 10 ms, as a share."""
     return round(statistics.fmean(work_us) * 1e5 / SAMPLE_NS, 2) if work_us else None
 
 
@@ -74,7 +74,7 @@ def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -
     """Return how soon after the governor's restart a container's work was near its share.
 
     The time in ms begins when the restarted governor answers, and ends when the work of the last
-    100 ms is within `NEAR` of the share. Return None if that did not happen before the next event.
+    100 ms is within `NEAR` of the share. It is None if that did not happen before the next event.
     """
     for end, done in trailing(work_us, event["returned_ns"], event["until_ns"]):
         if abs(done - share) <= NEAR:

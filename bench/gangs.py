@@ -3,7 +3,7 @@
 Each part has a time limit and reports its progress. When it ends, for whatever reason, its results
 are written to gangs.json, and the next part begins.
 
-  topology  `tidegate check` and the distances between GPUs, against `nvidia-smi topo -m`
+  topology  the distances between GPUs in `tidegate check`, compared with `nvidia-smi topo -m`
   samples   the cost of an NVML sample, with 0 and 8 processes on the GPU
   native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and the
             duration of its units
@@ -175,7 +175,7 @@ def beside(
     usual: float,
     script: Script | None = None,
 ) -> dict[str, Any]:
-    """Run jobs with a share of both GPUs, and a hog on each GPU if it has a share."""
+    """Run jobs with a share of both GPUs, and a hog on each GPU unless its share `hogs` is 0."""
     seconds = bench.seconds(usual)
     length = FOREVER_S if script else seconds + SETTLE_S + SPARE_S
     containers: list[tuple[Running, GangJob | None, int, list[int]]] = [

@@ -106,7 +106,7 @@ class Starts:
             f"hook {self.programs / 'tidegate-hook'}",
             f"hook-arguments {' '.join(self.node.hook_arguments())}",
             f"runtime-dir {self.node.runtime_dir}",
-            # Without device nodes: the GPU is simulated.
+            # A directory without device nodes, because the GPU is simulated.
             f"dev-dir {self.work}",
         )
         path.write_text("\n".join(lines) + "\n")

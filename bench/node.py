@@ -299,7 +299,7 @@ class BenchNode:
     def clear(self) -> None:
         """End all containers, and make sure that there is a governor without containers."""
         left = [*self.running]
-        # Even if this fails, later calls wait only for their own containers.
+        # Even if what follows fails, later calls wait only for their own containers.
         self.running.clear()
         for container in left:
             self.delete(container)

@@ -71,7 +71,7 @@ Arm = Callable[[Sequence[str]], Samples]
 
 
 def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]]:
-    """Return ns natively, ns governed, and the difference with its interval, for each measure."""
+    """Return each measure's native and governed ns, and the difference with its interval."""
     summary = {}
     for measure in pairs[0]["native"]:
         native = [statistics.median(pair["native"][measure]) for pair in pairs]
@@ -331,7 +331,7 @@ def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
 def print_tables(summary: dict[str, Any]) -> None:
     """Print the measurements as tables."""
     if "train" in summary:
-        print(f"\nms a step\n{render_steps(summary)}")
+        print(f"\nms per step\n{render_steps(summary)}")
         return
     for kind, title in TITLES.items():
         print(f"\n{title}, ns\n{render_table(summary[kind])}")

@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {"web": {"listen": f"127.0.0.1:{PORT}"}}
     try:
-        # The browser first: if there is none, the error should not come after 15 minutes.
+        # The browser is started first: if there is none, the run fails at once, not after 15 min.
         with (
             Browser() as browser,
             browser.page() as page,

@@ -76,7 +76,7 @@ NEIGHBOUR = ArmContainer(30, limit=100)
 
 
 def read_turns(path: Path) -> list[tuple[float, int]]:
-    """Return the times in seconds, and the numbers of turns until then."""
+    """Return pairs of a time in seconds and the number of turns until that time."""
     lines = (line.split() for line in path.read_text().splitlines())
     return [(float(line[0]), int(line[1])) for line in lines if len(line) == 2]
 
@@ -230,7 +230,7 @@ def measure_pair(node: BenchNode, held: int, seconds: float) -> dict[str, Any]:
     time.sleep(min(seconds / 4, 10))
     alone = rate_between(read_turns(first.out / "turns"), begun + 1, time.monotonic())
     second = start_model(node, "busy-1", held, busy=True, compute="40")
-    # The first move of each is slow: host memory is being pinned.
+    # The first move of each container is slow, because its host memory is being pinned.
     deadline = time.monotonic() + READY_S
     while not all(parking_of(node, one)["moved"] > held for one in (first, second)):
         if time.monotonic() > deadline:

@@ -206,7 +206,8 @@ def numbers_of(value: Any) -> list[float] | None:
 def is_near(native: Any, governed: Any, tolerance: float) -> bool:
     """Return whether two values agree.
 
-    Numbers agree if they differ by at most `tolerance` times the largest; text must be identical.
+    Numbers agree if they differ by at most `tolerance` times the largest of them; text must be
+    identical.
     """
     first, second = numbers_of(native), numbers_of(governed)
     if first is None or second is None:

@@ -1,4 +1,4 @@
-"""Computes the progress of a job, which is the amount of its work that it did, by the GPU's clock.
+"""Computes the progress of a job, that is, the amount of work that it has done, by the GPU's clock.
 
 A workload stamps the end of each *unit* of work: a record of the time (nanoseconds, the GPU's
 clock) and the unit's kind (its position in the step). A solo run of the job shows how long a unit
@@ -171,7 +171,7 @@ class Progress:
         return self._times[-1]
 
     def at(self, time: float) -> float:
-        """Return the work from the first stamp to `time`, in nanoseconds that it takes alone."""
+        """Return the work from the first stamp to `time`, as the ns that it takes alone."""
         after = bisect.bisect_right(self._times, time)
         if after == 0:
             return 0.0

@@ -112,8 +112,8 @@ def waits(
 ) -> dict[str, float | int]:
     """Return how long a program that always has work waited for the GPU.
 
-    A wait is the time between the ends of two units, less the time that the later one takes alone,
-    if that is WAIT_NS or more.
+    A wait is the time between the ends of two units, less the time that the later one takes alone;
+    only waits of WAIT_NS or more count.
     """
     found = sorted(
         after.time - before.time - profile.duration(after.kind)
@@ -135,7 +135,7 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work in each step, in us of the job alone; rounding errors do not accumulate."""
+    """Return the work in each step, as the us that it takes alone, without adding up rounding."""
     edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 

@@ -81,8 +81,8 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
             job.lent = lent
             start = view.start_ns + (HAND_OVER if view.holder != last else 0)
             last = view.holder
-            # The container works until its grant ends, whose deadline may change during the grant,
-            # or until it falls asleep.
+            # The container works until it falls asleep or its grant ends. The deadline may change
+            # during the grant.
             while view.holder == last:
                 asleep = job.asleep[0] if job.asleep[0] > start else NEVER
                 end = min(view.deadline_ns, asleep, until)

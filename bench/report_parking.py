@@ -1,4 +1,4 @@
-"""The section of the published results about models that take turns on a GPU (bench.parking)."""
+"""Makes the section of docs/benchmarks.md on models that take turns on a GPU (`bench.parking`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _percent(value: float | None) -> str:
 
 
 def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each run, by TITLES."""
+    """Return a row for each run, with the columns of TITLES."""
     rows: list[tuple[str, ...]] = []
     for stem, result in results.items():
         raw, summary = result["raw"], result["summary"]
@@ -73,7 +73,7 @@ def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def deaths_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each run in which processes were killed, by DEATHS_TITLES."""
+    """Return a row for each run in which processes were killed, with DEATHS_TITLES' columns."""
     rows: list[tuple[str, ...]] = []
     for stem, result in results.items():
         deaths, summary = result["raw"].get("deaths"), result["summary"].get("deaths")

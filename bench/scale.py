@@ -39,7 +39,7 @@ SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
 """Claims per node in the counted hour."""
 STEPS = 60
-"""Steps of the driver that are run, of the 1,800 of an hour; one without a change sends nothing."""
+"""Number of the driver's steps that are run, of 1,800 per hour; most would send nothing."""
 
 
 def points() -> list[tuple[Scenario, ClusterPolicy]]:
@@ -148,7 +148,7 @@ class CountingApiServer:
 
 
 class GrantingGovernor:
-    """A governor with eight H200, which grants every claim."""
+    """A governor with eight H200 GPUs, which grants every claim."""
 
     def __init__(self) -> None:
         self._claims: dict[str, dict[str, Any]] = {}

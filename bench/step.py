@@ -173,8 +173,8 @@ def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
 def slowdown(pair: Pair) -> float:
     """Return the median governed step as a multiple of the median native one.
 
-    A shared machine occasionally takes the processor away. One such pause is a tenth of the time of
-    40 steps of 4 ms, so a mean would hide the cost of the calls.
+    On a shared machine, a process occasionally loses its processor. One such pause is a tenth of
+    the time of 40 steps of 4 ms, so a mean would hide the cost of the calls.
     """
     return step_ms(pair["governed"]) / step_ms(pair["native"])
 

@@ -135,7 +135,10 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work in each step, as the us that it takes alone, without adding up rounding."""
+    """Return the work in each step, as the us that it takes alone.
+
+    Rounding errors do not accumulate.
+    """
     edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 

@@ -73,7 +73,7 @@ def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def deaths_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each run in which processes were killed, with DEATHS_TITLES' columns."""
+    """Return a row for each run that killed processes, with the columns of DEATHS_TITLES."""
     rows: list[tuple[str, ...]] = []
     for stem, result in results.items():
         deaths, summary = result["raw"].get("deaths"), result["summary"].get("deaths")

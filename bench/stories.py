@@ -209,12 +209,12 @@ class Stage:
         return alone
 
     def know(self, job: str) -> None:
-        """Measure how much work a unit of a job is, while nothing else runs.
+        """Measure how much work a unit of a job contains, while nothing else runs.
 
         The simulated GPU's own program does not need this.
         """
         if self.machine.kind == "nvidia":
-            self.say(f"   measuring how much work a unit of {job} is")
+            self.say(f"   measuring how much work a unit of {job} contains")
             self.learn(job, 1.0)
 
     def clear(self) -> None:

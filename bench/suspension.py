@@ -7,7 +7,7 @@ kernels all the time and may be lent the whole GPU. Before that, the same progra
 without Tidegate, by the driver's calls alone, with the GPU to itself.
 
 The run fails if the contents differ at the end, if the container runs a turn while it is suspended,
-or if the GPU's used memory does not fall by at least the memory that the container holds, and by
+or if the GPU's used memory falls by less than the memory that the container holds, or by less than
 what NVML attributes to its process. It reports how long the calls take, and how fast the neighbour
 works during the calls and while the container is suspended. The results are written to
 suspension.json.
@@ -203,11 +203,11 @@ def judge(report: Mapping[str, Any]) -> list[str]:
         if freed < least:
             found.append(f"round {i}: {freed} bytes were freed; expected at least {least}")
         if one["during"]["process"]:
-            found.append(f"round {i}: its process has {one['during']['process']} bytes on the GPU")
+            found.append(f"round {i}: {one['during']['process']} bytes stayed on the GPU")
     for i, (one, then) in enumerate(itertools.pairwise(report["rounds"]), 1):
         running = one["resume"]["ended"] / NS_PER_S, then["suspend"]["began"] / NS_PER_S
         if not any(running[0] < end < running[1] for end in ends):
-            found.append(f"round {i}: no turn after it was resumed")
+            found.append(f"round {i}: no turn after the container was resumed")
     return found
 
 

@@ -43,7 +43,7 @@ class ArmContainer:
 
     @property
     def job(self) -> str:
-        """The job that it runs, without pauses; its work is compared with this job's when alone."""
+        """The job that it runs, without pauses; its work is compared with that of this job alone."""
         return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
 
     @property

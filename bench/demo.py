@@ -259,7 +259,7 @@ def measure(
             f"{len(quotas)} containers under {args.runtime}: "
             + ", ".join(f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items())
         )
-        say(f"halfway, a container with {ALLOWED // MIB} MiB, greedy, asks for {ASKED // MIB} MiB")
+        say(f"halfway, container greedy, with {ALLOWED // MIB} MiB, asks for {ASKED // MIB} MiB")
         containers = start_all(node, args, quotas, jobs, memory)
         begin = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(SETTLE_S * NS_PER_S)
         began = time.monotonic()

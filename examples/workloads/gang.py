@@ -7,7 +7,7 @@
 `reduce` multiplies matrices and checks every result of the all-reduce; `train` trains a small
 model with the data divided, and records the sum of its weights every 100 steps. Each GPU's own
 clock stamps the parts of an iteration into DIR/gpu<n>.bin. The job prints its progress once a
-second, and a line of JSON at the end. It ends when the time is over or DIR/end exists. After
+second, and a line of JSON at the end. It ends when the time is up or DIR/end exists. After
 20 s without progress its processes print their stacks, and after a minute the job fails. It needs
 PyTorch with NCCL, and the modules in this directory.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A decoding job that stamps its progress: tokens of a model of 24 layers, in a CUDA graph.
+"""A decoding job that stamps its progress: tokens from a model with 24 layers, in a CUDA graph.
 
     torch_decode.py --seconds S --out FILE [--wait-file FILE]
 

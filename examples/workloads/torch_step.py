@@ -7,7 +7,7 @@ After its warm-up it creates DIR/ready. For each file DIR/go-<n> it takes two st
 count, because the caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON
 object: the number of steps, the seconds, and the median duration of a step in ms. DIR/end ends it.
 
-`train` is a step of the transformer of torch_models. `decode` is a token of a model of 24 layers in
+`train` is a step of torch_models' transformer. `decode` is a token from a model with 24 layers in
 eager mode, read back before the next one begins: some 300 small kernels, so the host is the
 bottleneck. `decode-graph` is the same token as one CUDA graph, as in a server. With --cores all
 threads stay on those cores, so that two processes that take turns use the same ones. Other causes

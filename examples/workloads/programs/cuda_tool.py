@@ -54,7 +54,7 @@ def run_tool(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def answer_of(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the JSON object that steps printed among a tool's lines; empty if there is none."""
+    """Return the JSON object that `steps` printed, from a tool's output; empty if there is none."""
     for line in lines:
         if line.startswith('{"sum": '):
             return dict(json.loads(line))

@@ -128,7 +128,7 @@ def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
 
 
 def by_dlsym(program: ProgramCheck, cuda: Cuda, home: str) -> None:
-    """Look up the exported names by dlsym."""
+    """Look up the exported names with dlsym."""
     places = {name: place_of(address_of(cuda.library, name)) for name in EXPORTED}
     lost = {name: place for name, place in places.items() if place.file != home}
     program.check("dlsym finds the governed functions in the library", not lost, lost)

@@ -1,4 +1,4 @@
-"""Call libcuda through ctypes, with errors as exceptions; the PTX of two kernels.
+"""Calls to libcuda through ctypes, with errors as exceptions, and the PTX of two kernels.
 
 `burn` keeps the GPU busy for a given time, `add_one` increments each word of an array. The
 simulated GPU computes nothing: it knows `burn` by its name, and does not know `add_one`.
@@ -114,7 +114,7 @@ class Cuda:
         return int(getattr(self.library, name)(*passed))
 
     def error_name(self, code: int) -> str:
-        """Return the driver's name of a CUresult, such as CUDA_ERROR_OUT_OF_MEMORY."""
+        """Return the driver's name for a CUresult, such as CUDA_ERROR_OUT_OF_MEMORY."""
         text = ctypes.c_char_p()
         self.library.cuGetErrorName(code, ctypes.byref(text))
         return (text.value or str(code).encode()).decode()
@@ -157,7 +157,7 @@ class Cuda:
         threads: int = 1,
         stream: int = 0,
     ) -> None:
-        """Launch a kernel of two 64-bit parameters."""
+        """Launch a kernel that takes two 64-bit parameters."""
         words = [ctypes.c_uint64(first), ctypes.c_uint64(second)]
         parameters = (ctypes.c_void_p * 2)(*[ctypes.addressof(word) for word in words])
         self.call(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests transformers: a small decoder of random weights with a static cache, so that the forward
+"""Tests transformers: a small decoder with random weights and a static cache, so that the forward
 pass of a token is compiled and captured in CUDA graphs.
 
 The tokens must be those that the plain model gives with a growing cache.

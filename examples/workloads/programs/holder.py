@@ -4,9 +4,9 @@
     holder.py --bytes N --out DIR
 
 It is not one of the compared programs: `bench.suspension` runs it. Each turn adds one to the words
-of the first block and writes a line to DIR/turns: the time at its end on this machine's monotonic
-clock, its duration by that clock, and by the GPU's events, in milliseconds. When DIR/stop exists,
-it compares all contents with the expected ones, and prints a line of JSON.
+of the first block and writes a line to DIR/turns: the time at its end by this machine's monotonic
+clock, and its duration in milliseconds, by that clock and by the GPU's events. When DIR/stop
+exists, it compares all contents with the expected ones, and prints a line of JSON.
 """
 
 from __future__ import annotations

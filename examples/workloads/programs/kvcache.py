@@ -19,7 +19,7 @@ from torch import Tensor
 UTILISATION = 0.92
 LAYERS, HEADS, SIZE, WIDE = 4, 32, 128, 8192
 WIDTH = HEADS * SIZE
-BLOCK, MOST = 16, 8  # tokens of a block, blocks of a sequence
+BLOCK, MOST = 16, 8  # tokens per block, blocks per sequence
 BATCH, STEPS, PROFILE = 8, 200, 4096
 USED = 256  # blocks that the sequences use: the first and the last ones of the cache
 STARTS = 20

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests PyTorch's worker processes with pinned memory, and CUDA IPC of a tensor with a child."""
+"""Tests PyTorch's worker processes with pinned memory, and a tensor shared by CUDA IPC."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def settled_free(cuda: Cuda) -> int:
     """Return the free bytes, once they have not changed for SETTLED_S seconds.
 
     What the driver takes for a context is measured from outside, so a measurement that is made
-    while the context begins is corrected by the next one.
+    while the context is being created is corrected by the next one.
     """
     free, since = cuda.memory()[0], time.monotonic()
     while time.monotonic() - since < SETTLED_S:

@@ -2,7 +2,7 @@
 """Tests NVIDIA's MPS: starts a daemon and a client of it in this container.
 
 Without a quota both have to work. Under a quota the client may be refused, by an error or because
-the daemon's program is missing; if the client runs, its launches have to be counted like others.
+the daemon's program is missing; if the client runs, its launches have to be counted as usual.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def try_client(program: ProgramCheck, environment: dict[str, str]) -> dict:
 
 
 def start_daemon(program: ProgramCheck, environment: dict[str, str], log: Path) -> dict | None:
-    """Start the daemon, which ends with this program; return an outcome if it refuses to start."""
+    """Start the daemon, and end it with this program; return an outcome if it refuses to start."""
     # The output is a file: the daemon keeps it open, so reading a pipe would never end.
     with log.open("w") as output:
         done = subprocess.run(

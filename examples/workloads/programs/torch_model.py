@@ -3,10 +3,10 @@
 
     torch_model.py --bytes N --out DIR
 
-It is not one of the compared programs: `bench.parking --program torch` runs it, with the files of
-model.py. An answer is a pass through all layers. It has to equal the first answer bit for bit, and
-the weights of one layer have to equal those that are generated again from their seed. At the end
-the weights of all layers are compared in this way.
+It is not one of the compared programs: `bench.parking --program torch` runs it, with the same files
+as model.py. An answer is a pass through all layers. It has to equal the first answer bit for bit,
+and the weights of one layer have to equal those that are generated again from their seed. At the
+end the weights of all layers are compared in this way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A container's use of its GPUs, from its processes' charges and from samples of NVML.
+"""A container's use of its GPUs, from its processes' charges and from NVML's samples.
 
 The container's processes write the ledger, so each number from it is bounded when it is read.
 """
@@ -133,7 +133,7 @@ class Account:
     def seen(self, device: int) -> tuple[int, int]:
         """Return the bytes that NVML attributed to the processes on GPU `device`, and when.
 
-        The time is that of the last sample's beginning, in nanoseconds; 0 if there was none.
+        The time is when the last sample began, in nanoseconds; 0 if there was none.
         """
         return self._seen[device]
 
@@ -311,10 +311,10 @@ class Account:
     ) -> bool:
         """Return whether a process's memory has left the GPU, and may come back.
 
-        That is so for a process with contexts that NVML no longer lists, because it was suspended
-        by this governor or checkpointed by its own container. The memory that the driver had taken
-        for it still counts; otherwise others could take that memory, and the quota would be
-        exceeded when the process comes back.
+        That is so for a process that has contexts, but that NVML no longer lists, because it was
+        suspended by this governor or checkpointed by its own container. The memory that the driver
+        had taken for it still counts; otherwise others could take that memory, and the quota would
+        be exceeded when the process comes back.
         """
         if process.pid in sample.seen or not charge.contexts:
             use.is_listed = process.pid in sample.seen

@@ -45,7 +45,7 @@ class Claimed(Protocol):
         """Return the shares that a container may use; raise RefusedError if it may not use them."""
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
-        """Return the shares that a container of an earlier governor uses."""
+        """Return the shares that a container from an earlier governor uses."""
 
     def names(self, uses: Sequence[Use]) -> list[str]:
         """Return the names of the claims."""
@@ -69,7 +69,7 @@ class Admissions:
         state: State,
         reservations: Reservations,
     ) -> None:
-        """Start without containers; `bookings` must be set before the first is admitted."""
+        """Start without containers; `bookings` must be set before the first admission."""
         self.config = config
         self.containers: dict[str, Container] = {}
         self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS

@@ -1,9 +1,9 @@
 """Allocation table: which container has which part of which GPU.
 
 It is pure: it uses no file, clock or driver. The sum of guaranteed shares never exceeds 100 %. The
-sum of memory quotas never exceeds a GPU's memory less the reserve, times `memory.overbook`; and all
-containers that may not be parked fit together with any single one of the others. `placement`
-chooses the GPUs of a container, and `shortage` explains a refusal.
+sum of memory quotas never exceeds a GPU's memory less the reserve, times `memory.overbook`; and the
+containers that may not be parked all fit beside any single one that may. `placement` chooses the
+GPUs of a container, and `shortage` explains a refusal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vdriver.nvml import Topology
 
 @dataclass(frozen=True)
 class Nodes:
-    """The device nodes of GPUs that a container has, by their minor numbers.
+    """A container's device nodes of GPUs, by their minor numbers.
 
     The set is empty if the engine was not asked to create any, or if the machine has none. With
     `exact` the GPUs were chosen by name, so the container is to have each of them.
@@ -80,9 +80,9 @@ class AllocationTable:
     ) -> tuple[Quota, tuple[Device, ...]]:
         """Add a container and return its quota and GPUs; on RefusedError, nothing changes.
 
-        Named GPUs are returned in the order in which they were named, others in NVML's order. All
-        of them are GPUs of which the container has device nodes, as far as these are known.
-        `annotated` affects only the wording of a refusal.
+        Named GPUs are returned in the order in which they were named, others in NVML's order. The
+        container has device nodes for all of them, as far as its nodes are known. `annotated`
+        affects only the wording of a refusal.
         """
         nodes = nodes or Nodes()
         quota = complete_quota(request, self._gpus.config, annotated=annotated)
@@ -107,7 +107,7 @@ class AllocationTable:
         return quota, tuple(gpu.device for gpu in chosen)
 
     def _reached(self, nodes: Nodes) -> tuple[str, ...]:
-        """Return the shared GPUs of which a container has device nodes.
+        """Return the shared GPUs for which a container has device nodes.
 
         Raise RefusedError if there are none.
         """
@@ -146,8 +146,8 @@ class AllocationTable:
     def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
         """Add a running container with the quota and the GPUs that it has.
 
-        The room is not checked: the container may have more than a new one would get. Raise
-        RefusedError, and change nothing, if a GPU is gone.
+        Whether there is room is not checked: the container may have more than a new one would get.
+        Raise RefusedError, and change nothing, if a GPU is gone.
         """
         devices = self.named(uuids)
         for uuid in uuids:
@@ -279,7 +279,7 @@ class AllocationTable:
                 asked = (
                     f"annotation tidegate.gpu/strategy is {request.strategy}"
                     if request.strategy != "auto"
-                    else "a container can have only one GPU by that strategy"
+                    else "a container can have only one GPU under that strategy"
                 )
                 raise RefusedError(
                     f"GPU {gpu.device.index} is shared by {gpu.strategy}, but {asked}",

@@ -100,8 +100,8 @@ class RunnerConfig(ctypes.Structure):
 
 PREPARE_NS = 10_000_000
 """Time in nanoseconds, from the expected beginning of its grant, for which a container may prepare
-work on a GPU shared by MPS. It is longer than most delays of a grant, because a thread that
-waits for it spins in the last 2 ms of that time."""
+work on a GPU shared by MPS. It is longer than most delays of a grant, because a thread that waits
+for the grant spins in the last 2 ms of this time."""
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
@@ -267,7 +267,7 @@ class Arbiter:
         self._library.arbiter_busy(self._self, tenant, busy_ns)
 
     def step(self, now: int) -> View:
-        """Return the view in force from `now` on."""
+        """Advance to `now`, and return the view that is then in force."""
         view = View()
         self._library.arbiter_step(self._self, now, ctypes.byref(view))
         return view
@@ -427,7 +427,7 @@ class Runner:
         *,
         latency: bool = False,  # noqa: ARG002
     ) -> int:
-        """Share the GPU with the container of these pages; `device` is the GPU's index in them."""
+        """Add the container with these pages; `device` is the GPU's index in them."""
         views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
         tenant = int(
             self._library.runner_add(
@@ -455,7 +455,7 @@ class Runner:
         self._pages.pop(tenant, None)
 
     def pause(self, tenant: int, *, is_paused: bool) -> None:
-        """Grant nothing to a container, whose grant ends at once; or grant to it again."""
+        """End a container's grant at once and give it no more, or grant to it again."""
         self._library.runner_pause(self._self, tenant, is_paused)
 
     not_steered = ""
@@ -495,8 +495,7 @@ class Runner:
     def due(self) -> bool:
         """Return whether a process on this GPU waits for a sample of NVML.
 
-        Once it has returned False, the descriptor `due_fd` shows that another process begins to
-        wait.
+        Once it has returned False, `due_fd` becomes readable when another process begins to wait.
         """
         return bool(self._library.runner_due(self._self))
 

@@ -1,4 +1,4 @@
-"""Detect violations by comparing samples of NVML with the containers' ledgers, and respond.
+"""Detect violations by comparing NVML samples with the containers' ledgers, and respond.
 
 There are three kinds of violations (defined in governor/violations.py): more memory than the quota,
 a process that computes without having registered, and work without a grant. The response is
@@ -114,7 +114,7 @@ class _Watched:
         return any(device.judge.accuses for device in self.devices.values())
 
     def find_registered(self, now_ns: int) -> frozenset[int]:
-        """Return the processes that are registered, or were so until recently.
+        """Return the processes that are registered, or were until recently.
 
         NVML may still list a process shortly after the governor has seen its end.
         """
@@ -150,7 +150,7 @@ class Auditor:
         """Return whether a GPU's utilisation samples are needed.
 
         That is so if a container that has memory on it was idle at the last audit. The samples
-        reach back far enough to show what has worked since then.
+        reach back far enough to show which processes have worked since then.
         """
         return any(
             watched.container.findings.seen[i] and watched.devices[device.uuid].is_idle
@@ -166,7 +166,7 @@ class Auditor:
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
-        """Audit the containers using a sample of a GPU; `charges` are from before the sample."""
+        """Audit the containers by a sample of a GPU; `charges` were read before the sample."""
         now_ns = time.monotonic_ns()
         if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
             return
@@ -277,7 +277,7 @@ class Auditor:
         charges: Mapping[RegisteredProcess, Charge],
         now_ns: int,
     ) -> bool:
-        """Return whether the container had no grant and reported no work since the last sample.
+        """Return whether the container has had no grant and reported no work since the last sample.
 
         The report is not verified: a container that claims to have worked is not accused of
         `compute`. Nor is one whose processes allocate and free memory: the driver clears the memory
@@ -369,7 +369,7 @@ class Auditor:
             del watched.limited[i]
 
     def _act(self, watched: _Watched) -> None:
-        """Freeze an accused container, and again if it is still accused WATCH_S after a thaw."""
+        """Freeze an accused container; do so again if it is still accused WATCH_S after a thaw."""
         if self._policy != "throttle" or watched.groups:
             return
         if watched.frozen_s is not None and time.monotonic() < watched.watched_until:

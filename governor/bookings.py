@@ -1,4 +1,4 @@
-"""The claims that are booked on this node: booking, use by containers, and end."""
+"""Book claims on this node, track their use by containers, and end them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Bookings:
         return shares
 
     def names(self, uses: Sequence[Use]) -> list[str]:
-        """Return the names of claims, or the uid if a claim is not known."""
+        """Return the names of claims; for a claim that is not known, its uid."""
         known = (self.claims.get(uid) or uid for uid, _ in uses)
         return sorted({one if isinstance(one, str) else _claim_name(one) for one in known})
 
@@ -85,13 +85,13 @@ class Bookings:
                 raise RefusedError(
                     f"{claim} has no share {name[:64]!r}; it has"
                     f" {', '.join(one.name for one in claim.shares)}",
-                    hint="install the same version of hook and node driver",
+                    hint="install the hook and the node driver in the same version",
                 )
             namespace = request["identity"].get("namespace", claim.namespace)
             if claim.namespace not in (namespace, NODE):
                 raise RefusedError(
                     f"{claim} is not in this container's namespace {namespace[:64]!r}",
-                    hint="have the pod use a claim of its own namespace",
+                    hint="have the pod use a claim in its own namespace",
                 )
             shares.append((claim, share))
         refuse_beside(request["annotations"], " and ".join(sorted({str(c) for c, _ in shares})))
@@ -133,7 +133,7 @@ class Bookings:
             e.hint = self._occupants(e.device, claim.uid)
             if not e.hint:
                 # The claim's own shares together exceed the GPU, so waiting does not help.
-                raise RefusedError(e.message, hint="ask for less of one GPU") from e
+                raise RefusedError(e.message, hint="ask for less of that GPU") from e
             raise
         if known is None or not known.same(claim):
             log.info(
@@ -148,8 +148,8 @@ class Bookings:
         """Add a claim, or replace the known one; on error, nothing changes."""
         if known is not None and known.same(claim):
             if known.leaving:
-                # The node driver took the claim back too early, or lost its own state, and
-                # announces the claim again.
+                # The node driver took the claim back too early, or lost its own state, and is now
+                # announcing the claim again.
                 claim = replace(claim, parkable=known.parkable)
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
@@ -281,7 +281,7 @@ class Bookings:
                 self.strike(claim)
 
     def release_unused(self) -> None:
-        """Count shares that no running container uses in the way in which they were booked.
+        """Count shares as they were booked if no running container uses them.
 
         This is called after a restart of the governor.
         """

@@ -68,7 +68,7 @@ def make_spec(
 
 
 def claim_device(uid: str, share: str) -> str:
-    """Return the name of the device of a claim's share; it must not contain a slash."""
+    """Return the name of the CDI device for a claim's share; CDI allows no slash in it."""
     return f"{uid}-{share.replace('/', '_')}"
 
 
@@ -80,7 +80,7 @@ def make_claim_spec(
     arguments: Sequence[str] = (),
     dev_dir: str = "/dev",
 ) -> dict[str, Any]:
-    """Return the specification of a claim: a device for each share, by its name and minor number.
+    """Return the specification of a claim: a device for each share (name and minor number).
 
     A container gets the nodes of its shares' GPUs, and for each share a createRuntime hook that
     names the share. A single poststop hook reports the container's end. Raise DeviceError if the

@@ -73,7 +73,7 @@ class CheckpointCalls:
         return found.value
 
     def lock(self, pid: int, wait_ms: int) -> None:
-        """Make further calls of a process wait, and return once its submitted work has ended."""
+        """Make a process's further calls wait, and return once its submitted work has ended."""
         status = self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArguments(wait_ms)))
         if status == NOT_READY:
             what = f"its work did not end within {wait_ms / 1000:g} s"
@@ -120,7 +120,7 @@ def _alive(processes: list[Identity]) -> Iterator[dict[int, int]]:
 
 
 class Checkpointing:
-    """Suspends or resumes some processes. A process that ends in the meantime is left out."""
+    """Suspends or resumes a set of processes; one that ends in the meantime is left out."""
 
     def __init__(self, driver: CheckpointCalls, alive: dict[int, int]) -> None:
         self._driver, self._alive = driver, alive
@@ -140,7 +140,7 @@ class Checkpointing:
             raise
 
     def suspend(self, wait_ms: int) -> None:
-        """Suspend all, or raise CheckpointError with all running but those that failed earlier."""
+        """Suspend all; on CheckpointError, all run again but those that failed earlier."""
         lost: list[int] = []
         try:
             lost += (pid for pid in self._alive if self._state(pid) == FAILED)
@@ -201,7 +201,7 @@ def main() -> None:
     die_with_parent()
     parent, library, what, wait_ms, *named = sys.argv[1:]
     if os.getppid() != int(parent):
-        return  # the governor ended before that call
+        return  # the governor ended before `die_with_parent` was called
     processes = [Identity(*map(int, one.split(":"))) for one in named]
     with contextlib.ExitStack() as stack:
         try:

@@ -1,7 +1,7 @@
 """The shares of claims in the allocation table.
 
-A claim's memory counts as memory that may be parked, or as memory that stays on the GPU. Which of
-the two is decided when the claim is booked, and again when a container uses it.
+A claim's memory counts as memory that may be parked, or as memory that stays on the GPU. The choice
+is made when the claim is booked, and again when a container uses it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ClaimShares:
             raise
 
     def undo(self, claim: Claim) -> Callable[[], None]:
-        """Return a function that books a claim, after it has left, exactly as it is booked now.
+        """Return a function that rebooks a claim, once removed, exactly as it is booked now.
 
         `restore` and `release` depend on the host memory that is left, which may have changed.
         """
@@ -100,7 +100,7 @@ class ClaimShares:
     def devices(self, claim: Claim, uuids: Iterable[str]) -> tuple[Device, ...]:
         """Return GPUs of a claim, for a container that is about to use them, in NVML's order.
 
-        Raise RefusedError if one does not answer or takes no container.
+        Raise RefusedError if one does not answer or accepts no containers.
         """
         gpus = sorted((self._find(claim, uuid) for uuid in uuids), key=lambda gpu: gpu.device.index)
         for gpu in gpus:
@@ -131,7 +131,7 @@ class ClaimShares:
         self.set_parking(shares, parking=not why)
         if not why:
             return True
-        # A claim that was booked with room for memory that stays needs no more now.
+        # A claim that was booked as one whose memory stays already has room for it.
         parkable = any(entry.claim.parkable for entry in own)
         full = self._full([entry.gpu for entry in own])
         if full is None or not (parkable or any(quota.parking for quota in before)):
@@ -140,14 +140,14 @@ class ClaimShares:
             entry.grant(quota)
         raise RefusedError(
             f"the container's memory cannot be parked, because {why}, and GPU {full.device.index}"
-            f" has no room for {show_memory(sum(quota.memory for quota in before))} that stay"
+            f" has no room for {show_memory(sum(quota.memory for quota in before))} that must stay"
             " there",
             hint="set parking: never in the parameters of the claim, so that it is not booked where"
             " there is no room",
         )
 
     def release(self, claim: Claim, names: Collection[str]) -> None:
-        """Count shares of a claim that no container uses in the way in which they were booked.
+        """Count a claim's shares `names`, which no container uses, as they were booked.
 
         If the host has no room for all of them, they continue to count as memory that stays.
         """
@@ -238,14 +238,14 @@ class ClaimShares:
         for entry in own:
             if not entry.gpu.supports_parking:
                 return f"GPU {entry.gpu.device.index} is shared by {entry.gpu.strategy} now"
-        # Memory that may be parked has its room in host memory already.
+        # Memory that may be parked already has its room in host memory.
         staying = [entry.quota.memory for entry in own if not entry.quota.parking]
         if staying and sum(staying) > self._gpus.host_left():
             return "no host memory is left for it"
         return ""
 
     def _full(self, gpus: Iterable[GpuQuotas]) -> GpuQuotas | None:
-        """Return the first GPU whose staying memory leaves no room for the largest other quota."""
+        """Return the first GPU whose staying memory leaves no room for its largest parkable quota."""
         for gpu in gpus:
             if gpu.memory_fixed + gpu.memory_parkable[0] > self._gpus.whole(gpu):
                 return gpu

@@ -17,8 +17,8 @@ from governor.quota import LATENCY, MIB, THROUGHPUT, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
-"""Namespace of claims that represent units which the kubelet gave to pods of any namespace, rather
-than objects of the cluster. It contains a dot, which the name of a real namespace cannot."""
+"""Namespace of claims that are not objects of the cluster: they represent units that the kubelet
+gave to pods of any namespace. It contains a dot, which the name of a real namespace cannot."""
 
 MAX_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
@@ -57,7 +57,7 @@ class Claim:
         return f"claim {self.namespace}/{self.name}"
 
     def amounts(self) -> str:
-        """Return the claim's amounts by GPU as text; of many shares, the first ones."""
+        """Return the claim's amounts by GPU as text; if it has many shares, only the first few."""
         shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MAX_SHOWN]]
         if len(self.shares) > MAX_SHOWN:
             shown.append(f"{len(self.shares) - MAX_SHOWN} more shares")

@@ -1,4 +1,4 @@
-"""Complete what a container asks for with the node's defaults, and check it.
+"""Complete a container's request with the node's defaults, and check it.
 
 The functions are pure; `governor.allocations` decides whether there is room.
 """
@@ -27,8 +27,8 @@ def check_memory(memory: int, config: Config, what: str) -> None:
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
     """Return the quota of a request, completed with this node's defaults.
 
-    Raise RefusedError if that quota cannot work. `annotated` tells whether the container came with
-    annotations. Without any, it was recognised only by a device of tidegate.gpu/shared, and the
+    Raise RefusedError if that quota is not usable. `annotated` tells whether the container has
+    annotations. If it has none, it was recognised only by a device of tidegate.gpu/shared, and the
     engine may have dropped the user's annotations.
     """
     memory = request.memory if request.memory is not None else config.defaults.memory

@@ -267,7 +267,7 @@ def test_a_container_is_placed_by_its_strategy(
         ({"strategy": "timeslice", "devices": "1"}, "GPU 1 is shared by mps, but annotation"),
         (
             {"devices": "0,1"},
-            "GPU 1 is shared by mps, but a container can have only one GPU by that strategy",
+            "GPU 1 is shared by mps, but a container can have only one GPU under that strategy",
         ),
         (
             {"strategy": "mps", "count": 2},

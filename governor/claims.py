@@ -172,7 +172,8 @@ def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
         )
     if len(quotas) > 1 and any(share.strategy == "mps" for _, share in shares):
         raise RefusedError(
-            f"{_name(shares)} has {len(quotas)} GPUs by mps, but a client of MPS can have only one",
+            f"{_name(shares)} has {len(quotas)} GPUs shared by mps, but a client of MPS can have"
+            " only one",
             hint="ask for one GPU, or for timeslice",
         )
     return quotas

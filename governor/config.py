@@ -283,7 +283,7 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
 
 @functools.cache
 def read_schema() -> dict[str, Any]:
-    """Return the schema, which has each option's meaning and when a new value takes effect."""
+    """Return the schema, which states each option's meaning and when a new value takes effect."""
     schema: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     return schema
 

@@ -309,7 +309,7 @@ class Container:
     def remove_member(self, member: Member) -> None:
         """Remove a member that has ended or did not start; at least one other member stays."""
         if member is self.members[0]:
-            self.engine_name = None  # from now on the next member's name counts
+            self.engine_name = None  # the next member's name is used from now on
         self.members.remove(member)
         self._loop.remove_reader(member.pidfd)
         os.close(member.pidfd)
@@ -367,7 +367,7 @@ class Container:
             self._lines.warning("unknown-functions", container=self.identifier, functions=found)
 
     def tell_mps(self, event: MpsEvent) -> None:
-        """Tell the container what happened to its MPS server, in /run/tidegate/mps/events."""
+        """Tell the container, in /run/tidegate/mps/events, what happened to its MPS server."""
         path = self.directory / DIRECTORY / "events"
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
@@ -432,7 +432,7 @@ class Container:
             log.warning("processes-not-steered", container=self.identifier, error=e.strerror)
 
     def set_quota(self, quota: Quota) -> None:
-        """Hold the container to another quota from now on, on each of its GPUs."""
+        """Hold the container to a new quota on each of its GPUs."""
         self.quota = self.account.quota = quota
         self.row = replace(self.row, quota=quota)
         compute, limit = shares_of(quota)
@@ -484,7 +484,7 @@ class Container:
         ]
 
     def describe_parking(self) -> dict[str, Any] | None:
-        """Return where its memory is, and its moves (bytes, ns, counts); None if never parked."""
+        """Return its memory's place and moves (bytes, ns, counts); None if it is never parked."""
         if self.parking is None:
             return None
         report = self.parking.report()

@@ -24,9 +24,9 @@ from governor.violations import Episode
 from libcontrol import layout, pages
 
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
-"""Fields of a ledger's device that stay counted after their process has ended."""
+"""Fields of the ledger for a device, which remain counted after the process has ended."""
 OF_MOVES = ("moved", "move_ns", "away_ns")
-"""Fields of a ledger's slot about moves of memory, which stay counted in the same way."""
+"""Fields of a ledger's slot about moves of memory, which remain counted in the same way."""
 
 MOST = 2**62
 """Upper bound of every counter, 146 years in nanoseconds: a higher value is nonsense."""
@@ -34,11 +34,11 @@ MOST = 2**62
 
 @dataclass(frozen=True)
 class GpuTime:
-    """The arbiter's times of a container on a GPU, or of all containers on it.
+    """The arbiter's times for a container on a GPU, or for all containers on it.
 
     The values are nanoseconds and counts. `held_ns` includes the current grant. `lent_ns` is the
     time that was charged beyond the guarantee, in intervals of a second or more. `handover_ns` is
-    the time that was held but not charged, of grants with a settled charge.
+    the time that was held but not charged, in grants whose charge is settled.
     """
 
     held_ns: int = 0
@@ -107,18 +107,18 @@ class _Lent:
 
 
 class _ProcessSums:
-    """Sums of what processes count, including those that ended; they never decrease."""
+    """Sums of what processes count, ended ones included; the sums never decrease."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._past = Counter[str]()
         self._highest = dict.fromkeys(names, 0)
 
     def keep(self, values: Mapping[str, int]) -> None:
-        """Keep what a process has counted when it ends."""
+        """Keep the counts of a process that is ending."""
         self._past.update(values)
 
     def add_up(self, running: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-        """Return the sums with what the running processes have counted."""
+        """Return the sums, including the counts of the running processes."""
         each = [self._past, *running]
         for name, highest in self._highest.items():
             now = sum(values.get(name, 0) for values in each)
@@ -146,7 +146,7 @@ class Counters:
         return self._sums[device].add_up(_read(ledger, slot, device) for slot in slots)
 
     def moves(self, ledger: mmap, slots: Iterable[int]) -> Mapping[str, int]:
-        """Return the sums of bytes moved and of nanoseconds, as `OF_MOVES` names them."""
+        """Return the sums of the fields in `OF_MOVES`: bytes moved, and nanoseconds."""
         return self._moves.add_up(_read_moves(ledger, slot) for slot in slots)
 
     def time(self, device: int, stats: Stats, now_ns: int, quota: Quota) -> GpuTime:

@@ -74,7 +74,7 @@ def require_simulated(driver_dir: str) -> str | None:
     variable, directory = SIMULATED
     if manifest.kind == "simulated" and not (os.environ.get(variable) or directory.exists()):
         raise GovernorError(
-            f"the mirror at {generation} is of the simulated GPU's driver, and {variable} is not"
+            f"the mirror at {generation} holds the simulated GPU's driver, but {variable} is not"
             " set",
             hint=f"set {variable} to the directory that `python -m simgpu create` made",
         )
@@ -105,7 +105,7 @@ def origin_of(driver_dir: str, library: str) -> Path:
 
 
 def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
-    """Return the node's GPUs, and by index the reason why others cannot be shared."""
+    """Return the node's GPUs and, by index, the reason why others cannot be shared."""
     devices: list[Device] = []
     left_out: dict[int, str] = {}
     for index, found in enumerate(nvml.survey()):
@@ -121,7 +121,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Add the configured MPS daemons; a GPU takes no container before its daemon runs."""
+    """Add the configured MPS daemons; a GPU accepts no containers until its daemon runs."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -216,8 +216,8 @@ def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
             except BlockingIOError as e:
                 raise GovernorError(
                     f"another governor runs in {path.parent}",
-                    hint="stop it, or choose another runtime_dir; --wait takes its place when it"
-                    " has ended",
+                    hint="stop it, or choose another runtime_dir; with --wait, this one takes its"
+                    " place once it has ended",
                 ) from e
         else:
             stack.callback(os.close, lock)
@@ -313,7 +313,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
         settings.tell(auditor.configure)
         server.settings = settings
         tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
-        # Until then, requests wait at the socket instead of being refused because MPS is starting.
+        # Meanwhile, requests wait at the socket instead of being refused because MPS is starting.
         for mps in server.mps.values():
             await mps.tried()
         work = [
@@ -425,7 +425,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load_overridden(args: argparse.Namespace) -> LoadedConfig:
-    """Return the configuration of the files, with the overrides of the command line."""
+    """Return the configuration from the files, with the overrides from the command line."""
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
     return replace(loaded, config=replace(loaded.config, **given))

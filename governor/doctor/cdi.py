@@ -109,11 +109,11 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
         yield examine_program(node, path, f"{file.path}:")
     if stages and "poststop" not in stages:
         yield warning(
-            f"{file.path} has no poststop hook, which reports a container's end: what a start "
-            "creates in a container's layer stays there",
+            f"{file.path} has no poststop hook, which reports a container's end: files that a "
+            "start creates in the container's layer stay there",
             GENERATE,
         )
-    # A claim's file has the claim's GPUs alone.
+    # A claim's file has only the claim's GPUs.
     lacking = (
         []
         if needs_none(node) or file.kind == CLAIM_KIND

@@ -132,7 +132,7 @@ def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examine
             yield Examined(name, unseen(e.message, e.remedy))
         except BrokenError as e:
             yield Examined(name, wrong(str(e), "correct the file: the programs that read it fail"))
-        except Exception as e:  # noqa: BLE001 - one check does not stop the others
+        except Exception as e:  # noqa: BLE001 - a failed check does not stop the others
             # A bug, or a node with an unexpected configuration.
             text = " ".join(str(e).split())[:200]
             yield Examined(

@@ -35,7 +35,7 @@ class ModuleGpu:
 
 
 def gpus(node: ExaminedNode) -> tuple[ModuleGpu, ...]:
-    """Return the GPUs of the kernel module."""
+    """Return the GPUs that the kernel module reports."""
     found = []
     for address in node.names(GPUS):
         text = node.read(f"{GPUS}/{address}/information") or ""

@@ -137,7 +137,7 @@ def docker_runtime(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a Docker container requests a GPU by labels, which runtimes do not get."""
+    """Check whether a Docker container requests a GPU by labels, which no runtime receives."""
     client = node.find("docker")
     if client is None:
         yield note("Docker is not installed (docker)")
@@ -253,7 +253,7 @@ def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:
             continue
         handlers, default = cri_runtimes(document)
         if config.whole and default and handlers and default not in handlers:
-            # containerd 1 takes a plugin's section from one file alone, and does not merge the
+            # containerd 1 takes a plugin's section from only one file, and does not merge the
             # defaults into it (issue 5837).
             yield wrong(
                 f"{path}: the default handler {default} is not among {', '.join(handlers)}: "

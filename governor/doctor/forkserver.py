@@ -36,7 +36,7 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
         yield warning(
             f"the fork server, process {pid}, is in a different {other[0]} namespace from the"
             " node's first process: it declines the requests of the node's engines",
-            "remove settings that give it namespaces from its unit's drop-ins, then"
+            "in its unit's drop-ins, remove the settings that give it namespaces, then"
             " systemctl restart tidegate-forkserver",
         )
     else:

@@ -190,7 +190,7 @@ def podman(node: ExaminedNode) -> Iterator[Finding]:
         directory = PurePosixPath(elsewhere[0].path).parent
         yield wrong(f"by default, Podman looks for hooks in {VENDOR}, not in {directory}", SETUP)
     elif not ours:
-        yield note("Podman has no hook of Tidegate", SETUP)
+        yield note("Podman has no Tidegate hook", SETUP)
     elif not stages & STAGES:
         yield wrong(f"Tidegate's hook for Podman runs only at {sorted(stages)}", SETUP)
     elif "precreate" not in stages:
@@ -202,7 +202,7 @@ def podman(node: ExaminedNode) -> Iterator[Finding]:
     elif "poststop" not in stages:
         yield warning(
             "Podman runs the hook, but not at the stage poststop, which reports a container's end: "
-            "what a start creates in a container's layer stays there",
+            "files that a start creates in the container's layer stay there",
             SETUP,
         )
     else:
@@ -233,11 +233,11 @@ def podman_service(node: ExaminedNode) -> Iterator[Finding]:
             f"podman restart {name}",
         )
     if not running:
-        yield note("no Podman API service runs")
+        yield note("no Podman API service is running")
 
 
 def doubled(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether CRI-O would run the hook twice: by its handler and by a file."""
+    """Check whether CRI-O would run the hook twice: through its handler and through a file."""
     config = crio_configuration(node)
     handler = None if config is None else config.handlers.get(NAME)
     both = [hook.path for hook in files(node, crio_dirs(node)) if is_ours(hook)]

@@ -1,4 +1,4 @@
-"""Check whether the driver's mirror is usable and intact, and a new one has room."""
+"""Check whether the driver's mirror is usable and intact, and whether a new one has room."""
 
 from __future__ import annotations
 

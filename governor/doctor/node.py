@@ -74,7 +74,7 @@ def run_command(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ExaminedNode:
-    """A node; paths are those of a process on it.
+    """A node; paths are as a process on it sees them.
 
     `config` is read from `config_files`, or is the default if these are invalid (`config_error`).
     Its directories are paths on the node, which `host` translates. Methods raise UnseenError for
@@ -102,7 +102,7 @@ class ExaminedNode:
 
     @property
     def has_systemd(self) -> bool:
-        """Whether systemd manages the services; assumed for a node that does not run here."""
+        """Whether systemd manages the services; assumed if the node is not this machine."""
         return not self.alive or Path("/run/systemd/system").is_dir()
 
     @property
@@ -149,8 +149,8 @@ class ExaminedNode:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise UnseenError(f"{path} is not a regular file")
-                # The file is read in small pieces: a sysctl answers ENOMEM to a read of megabytes,
-                # and most files of /proc return at most a page.
+                # The file is read in small pieces: a sysctl fails with ENOMEM if megabytes are
+                # read at once, and most files in /proc return at most a page.
                 data = bytearray()
                 while len(data) < MOST and (piece := os.read(fd, CHUNK)):
                     data += piece

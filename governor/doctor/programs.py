@@ -203,17 +203,17 @@ def low_level(node: ExaminedNode) -> Iterator[Finding]:
     settings = wrapper_settings(node)
     if settings.hook != HOOK:
         install = f"install it, or correct `hook` in {CONFIG}"
-        yield examine_program(node, settings.hook, f"the hook of {CONFIG},", install)
+        yield examine_program(node, settings.hook, f"the hook in {CONFIG},", install)
     for directory, program in settings.runtime_for.items():
         install = f"install it, or correct `runtime-for {directory}` in {CONFIG}"
-        yield examine_program(node, program, f"the runtime of {CONFIG} for {directory},", install)
+        yield examine_program(node, program, f"the runtime in {CONFIG} for {directory},", install)
     if settings.runtime:
         install = f"install it, or correct `runtime` in {CONFIG}"
-        yield examine_program(node, settings.runtime, f"the runtime of {CONFIG},", install)
+        yield examine_program(node, settings.runtime, f"the runtime in {CONFIG},", install)
         return
     for path in RUNTIMES:
         if node.stat(path) is not None:
-            yield examine_program(node, path, "the wrapper runs")
+            yield examine_program(node, path, "the wrapper's runtime")
             return
     if settings.runtime_for:
         return

@@ -40,7 +40,7 @@ def configuration(node: ExaminedNode) -> Iterator[Finding]:
 def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
     """Send a request to the governor, and return the answer.
 
-    Raise UnseenError without the permission to connect, and TidegateError for any other failure.
+    Raise UnseenError if this process may not connect, and TidegateError for any other failure.
     """
     directory = node.host(node.config.runtime_dir)
     if directory is None:
@@ -176,8 +176,9 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
             yield warning(
                 f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
                 f"{gpu['not_steered']}",
-                "provide what is missing (docs/troubleshooting.md): it is tried again within an "
-                "hour, and at once by systemctl restart tidegate-governor; or set scheduling: gate",
+                "provide what is missing (docs/troubleshooting.md): steering is tried again within "
+                "an hour; to try at once, systemctl restart tidegate-governor; or set "
+                "scheduling: gate",
             )
     at_once = [
         one

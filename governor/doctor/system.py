@@ -19,7 +19,7 @@ CALLS = (
     ("mount_setattr", (5, 12)),
 )
 """System calls that the hook needs, with the version of Linux that introduced each."""
-NEWER = "boot Linux 5.12 or newer (Debian 11: linux-image-amd64 of bullseye-backports)"
+NEWER = "boot Linux 5.12 or newer (Debian 11: linux-image-amd64 from bullseye-backports)"
 RELABEL = (
     "semanage fcontext -a -t container_file_t '{path}(/.*)?' && restorecon -R {path}, "
     "or start the container with --security-opt label=disable"
@@ -34,7 +34,7 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
     release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
     match = re.match(r"([0-9]+)\.([0-9]+)", release)
     if match is None:
-        yield unseen(f"/proc/sys/kernel/osrelease says {release!r}, which is not a version")
+        yield unseen(f"/proc/sys/kernel/osrelease contains {release!r}, which is not a version")
         return
     version = (int(match[1]), int(match[2]))
     lacking = [f"{name} ({a}.{b})" for name, (a, b) in CALLS if version < (a, b)]
@@ -84,8 +84,8 @@ def processor(node: ExaminedNode) -> Iterator[Finding]:
 def _refused() -> Iterator[tuple[str, int]]:
     """Make each call with invalid arguments; yield those that fail as if missing or blocked.
 
-    Without CAP_SYS_ADMIN the mount calls return EPERM, like a seccomp filter. They then count as
-    available.
+    Without CAP_SYS_ADMIN the mount calls return EPERM, as they do under a seccomp filter. They then
+    count as available.
     """
     there = {errno.EBADF, errno.ENOENT, errno.EINVAL}
     if not _has_sys_admin():
@@ -169,7 +169,9 @@ def throttling(node: ExaminedNode) -> Iterator[Finding]:
             "set ProtectControlGroups=no in a drop-in of tidegate-governor.service, and restart it",
         )
     elif mounts:
-        yield ok(f"on_violation is throttle, and containers can be frozen by {', '.join(mounts)}")
+        yield ok(
+            f"on_violation is throttle, and containers can be frozen through {', '.join(mounts)}"
+        )
     else:
         yield warning(
             "on_violation is throttle, but neither cgroup v2 nor the v1 freezer is mounted",

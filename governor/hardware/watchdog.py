@@ -151,7 +151,7 @@ def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: in
         if not n_failed:
             print(
                 f"tidegate-watchdog: containers are switched off and cannot be switched on: {e}; "
-                f"it is retried every {AGAIN_S:g} s",
+                f"retrying every {AGAIN_S:g} s",
                 file=sys.stderr,
                 flush=True,
             )

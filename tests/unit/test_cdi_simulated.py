@@ -26,7 +26,7 @@ def test_a_missing_simgpu_dir_is_reported_with_a_remedy(
     monkeypatch.setattr("governor.daemon.SIMULATED", ("SIMGPU_DIR", tmp_path / "none"))
     assert cli.main(["cdi", "list", "--driver-dir", str(output)]) != 0
     assert capsys.readouterr().err == (
-        f"tidegate: the mirror at {output}/current is of the simulated GPU's driver, and SIMGPU_DIR is"
+        f"tidegate: the mirror at {output}/current holds the simulated GPU's driver, but SIMGPU_DIR is"
         " not set; set SIMGPU_DIR to the directory that `python -m simgpu create` made\n"
     )
 

@@ -404,7 +404,7 @@ def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
     assert host.check("podman.hooks") == ["note: podman is not installed"]
     host.program("usr/bin/podman")
     assert host.check("podman.hooks") == [
-        "note: Podman has no hook of Tidegate -> tidegate setup podman"
+        "note: Podman has no Tidegate hook -> tidegate setup podman"
     ]
     host.json(LOCAL, hook_file())
     assert host.check("podman.hooks") == [
@@ -491,7 +491,7 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
 
 
 def test_a_podman_service_that_started_before_the_setup_is_wrong(host: Host) -> None:
-    assert host.check("podman.service") == ["note: no Podman API service runs"]
+    assert host.check("podman.service") == ["note: no Podman API service is running"]
     put_service(host.root, 4711, unit=True)
     put_service(host.root, 4712, unit=False, age_s=-100)
     knows = "uses the configured hook directories"
@@ -512,7 +512,7 @@ def test_a_podman_service_that_started_before_the_setup_is_wrong(host: Host) -> 
 
 def test_a_container_that_podman_would_restart_without_the_hooks_is_a_warning(host: Host) -> None:
     put_monitor(host.root, 4711, "trainer", (VENDOR,), {"tidegate.gpu/memory": "4Gi"})
-    none = ["note: no Podman API service runs"]
+    none = ["note: no Podman API service is running"]
     assert host.check("podman.service") == none
     host.put("etc/containers/containers.conf", f'[engine]\nhooks_dir = ["{OWN}"]\n')
     host.json(LOCAL, hook_file())

@@ -135,17 +135,17 @@ def test_a_program_that_others_could_have_changed_is_not_run(host: Host, path: s
 
 
 def test_the_runtime_that_the_wrapper_runs_is_reported(host: Host) -> None:
-    assert host.check("files.runtime") == ["ok: the wrapper runs /usr/sbin/runc"]
+    assert host.check("files.runtime") == ["ok: the wrapper's runtime /usr/sbin/runc"]
     host.program("usr/bin/runc")
-    assert host.check("files.runtime") == ["ok: the wrapper runs /usr/bin/runc"]
+    assert host.check("files.runtime") == ["ok: the wrapper's runtime /usr/bin/runc"]
     host.put("etc/tidegate/runtime", "# by hand\nruntime /usr/bin/crun\n")
     assert host.check("files.runtime")[0].startswith(
-        "wrong: the runtime of /etc/tidegate/runtime, /usr/bin/crun is missing"
+        "wrong: the runtime in /etc/tidegate/runtime, /usr/bin/crun is missing"
         " -> install it, or correct `runtime` in /etc/tidegate/runtime"
     )
     host.program("usr/bin/crun")
     assert host.check("files.runtime") == [
-        "ok: the runtime of /etc/tidegate/runtime, /usr/bin/crun"
+        "ok: the runtime in /etc/tidegate/runtime, /usr/bin/crun"
     ]
 
 
@@ -160,13 +160,13 @@ def test_settings_that_the_wrapper_would_not_accept_are_wrong(host: Host, text: 
 def test_a_configured_hook_of_the_wrapper_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "hook /opt/tidegate-hook\n")
     assert host.check("files.runtime")[0].startswith(
-        "wrong: the hook of /etc/tidegate/runtime, /opt/tidegate-hook is missing"
+        "wrong: the hook in /etc/tidegate/runtime, /opt/tidegate-hook is missing"
         " -> install it, or correct `hook` in /etc/tidegate/runtime"
     )
     host.program("opt/tidegate-hook")
     assert (
         host.check("files.runtime")[0]
-        == "ok: the hook of /etc/tidegate/runtime, /opt/tidegate-hook"
+        == "ok: the hook in /etc/tidegate/runtime, /opt/tidegate-hook"
     )
 
 
@@ -179,10 +179,10 @@ def test_a_runtime_for_a_state_directory_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "runtime-for /run/crun /usr/libexec/crio/crun\n")
     [first, second] = host.check("files.runtime")
     assert first == (
-        "wrong: the runtime of /etc/tidegate/runtime for /run/crun, /usr/libexec/crio/crun is missing"
+        "wrong: the runtime in /etc/tidegate/runtime for /run/crun, /usr/libexec/crio/crun is missing"
         " -> install it, or correct `runtime-for /run/crun` in /etc/tidegate/runtime"
     )
-    assert second == "ok: the wrapper runs /usr/sbin/runc"
+    assert second == "ok: the wrapper's runtime /usr/sbin/runc"
     host.program("usr/libexec/crio/crun")
     host.remove("usr/sbin/runc")
     host.program("usr/libexec/crio/runc")

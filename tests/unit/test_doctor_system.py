@@ -46,8 +46,8 @@ def host(tmp_path: Path) -> Host:
             "4.18.0-553.el8.x86_64",
             "wrong: Linux 4.18.0-553.el8.x86_64 lacks open_tree and move_mount (5.2), openat2 (5.6) and mount_setattr",
         ),
-        ("", "unseen: /proc/sys/kernel/osrelease says '', which is not a version"),
-        ("six", "unseen: /proc/sys/kernel/osrelease says 'six', which is not a version"),
+        ("", "unseen: /proc/sys/kernel/osrelease contains '', which is not a version"),
+        ("six", "unseen: /proc/sys/kernel/osrelease contains 'six', which is not a version"),
     ],
 )
 def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: str) -> None:
@@ -176,7 +176,7 @@ def test_the_freezers_mount_must_be_writable_for_the_governor(
 
     with_table(table.format(freezer, "rw,relatime"))
     assert look_here("cgroup.freezer", on_violation="throttle") == [
-        f"ok: on_violation is throttle, and containers can be frozen by {freezer}"
+        f"ok: on_violation is throttle, and containers can be frozen through {freezer}"
     ]
     # The sandbox of a unit adds a second mount on top.
     with_table(table.format(freezer, "rw") + table.format(freezer, "ro,relatime"))
@@ -192,7 +192,7 @@ def test_a_freezer_must_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "process", lambda _: None)
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path("/sys/fs/cgroup/freezer")})
     assert look_here("cgroup.freezer", on_violation="throttle") == [
-        "ok: on_violation is throttle, and containers can be frozen by /sys/fs/cgroup/freezer"
+        "ok: on_violation is throttle, and containers can be frozen through /sys/fs/cgroup/freezer"
     ]
     monkeypatch.setattr(system, "find_mounts", dict)
     [found] = look_here("cgroup.freezer", on_violation="throttle")

@@ -310,7 +310,7 @@ def test_a_claim_is_refused_on_a_gpu_with_another_strategy() -> None:
     with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
         allocations.claims.devices(claim("c", 0, 1), both)
     with pytest.raises(
-        RefusedError, match="has 2 GPUs by mps, but a client of MPS can have only one"
+        RefusedError, match="has 2 GPUs shared by mps, but a client of MPS can have only one"
     ):
         check_claim(
             Claim(

@@ -171,7 +171,7 @@ def test_a_failed_attempt_is_retried(path, is_governor_alive, capfd):
         dog.close()
     assert capfd.readouterr().err == (
         "tidegate-watchdog: containers are switched off and cannot be switched on: the driver is busy; "
-        "it is retried every 0.5 s\n"
+        "retrying every 0.5 s\n"
     )
 
 

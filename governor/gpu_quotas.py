@@ -23,7 +23,7 @@ class GpuQuotas:
     quotas: dict[str, Quota] = field(default_factory=dict)
     strategy: str = "timeslice"
     lost: str | None = None  # why it does not answer
-    closed: str | None = None  # why it temporarily takes no container, although it answers
+    closed: str | None = None  # why it temporarily accepts no containers, although it answers
 
     @property
     def memory_used(self) -> int:
@@ -56,7 +56,7 @@ class GpuQuotas:
     def supports_parking(self) -> bool:
         """Whether containers can be parked here.
 
-        The memory of clients of an MPS server is in the server's contexts.
+        Clients of MPS cannot, because their memory is in the server's contexts.
         """
         return self.strategy == "timeslice"
 

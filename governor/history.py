@@ -75,7 +75,7 @@ class _Series:
     )
 
     def write(self, steps: range, row: Mapping[str, int]) -> None:
-        """Write the same row for some steps."""
+        """Write the same row to each of these steps."""
         for name, value in row.items():
             column = self.values[name]
             most = (1 << 8 * column.itemsize) - 1
@@ -84,7 +84,7 @@ class _Series:
         self.last = steps[-1]
 
     def cut(self, since: int, last: int) -> tuple[int, dict[str, array[int]]]:
-        """Return the first step after `since` that exists, and the values from there on."""
+        """Return the first step after `since` that exists, and the values from that step."""
         begin = max(self.first, since + 1, last - STEPS + 1)
         first, behind = begin % STEPS, (self.last + 1) % STEPS
         if begin > self.last:
@@ -118,7 +118,7 @@ class Cut:
 
 
 class History:
-    """The history of one governor since `start_ns`; steps are numbered from 0 on."""
+    """The history of one governor since `start_ns`; steps are numbered from 0."""
 
     def __init__(self, start_ns: int) -> None:
         self._start_ns = start_ns
@@ -202,7 +202,7 @@ class History:
         series.write(steps[-1:], {"refused": refused})
 
     def cut(self, since: int) -> Cut:
-        """Return the values after step `since`; a series without values has a description only."""
+        """Return the values after step `since`; a series without values has only a description."""
         series = []
         for one in sorted([*self._here.values(), *self._ended], key=lambda one: one.number):
             first, values = one.cut(since, self.last)

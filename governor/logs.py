@@ -14,7 +14,7 @@ def configure() -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if sys.stderr.isatty():
-        processors.append(structlog.dev.ConsoleRenderer())  # shows exceptions on its own
+        processors.append(structlog.dev.ConsoleRenderer())  # it shows exceptions itself
     else:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(

@@ -1,6 +1,6 @@
 """The members of a container: the containers, as engines created them, that use the same shares.
 
-A container with a quota from its annotations has one member, which is itself.
+A container whose quota comes from its annotations has one member: itself.
 """
 
 from __future__ import annotations
@@ -131,6 +131,6 @@ def warn_if_unknown(member: Member) -> None:
 
 def is_readable(fd: int) -> bool:
     """Return whether a descriptor is readable; for a pidfd, whether its process has ended."""
-    poll = select.poll()  # select() rejects descriptors from 1024 on
+    poll = select.poll()  # select() rejects descriptors of 1024 and above
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))

@@ -408,7 +408,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 
 def _add_parking(families: _Families, container: Container, labels: tuple[str, ...]) -> None:
-    """Add where a container's memory is, if it may be parked. Such a container has one GPU."""
+    """Add the metrics of a container whose memory may be parked. Such a container has one GPU."""
     parking = container.describe_parking()
     if parking is None:
         return

@@ -27,13 +27,13 @@ from governor.hardware import calls
 from governor.hardware.driver import DriverClient
 
 MAX_CLIENTS_PROBED = 4096
-"""Number of newest clients that an ordinary search probes. Older ones were found when they were
-new, except those of processes that started before the governor."""
+"""Number of clients, the newest, that an ordinary search probes. Older ones were found when they
+were new, except those of processes that started before the governor."""
 MAX_FILES_EXAMINED = 4096
 """Largest number of a process's descriptors that are examined. If the process uses the GPU through
 other descriptors, the trace shows the process."""
 GAP = 512
-"""Number of missing handles in a row that ends the search for a client's objects."""
+"""Number of consecutive missing handles after which the search for a client's objects ends."""
 _PIDFD_GETFD = 438
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,7 +81,7 @@ def has_ended(pidfd: int) -> bool:
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
     """Lend a duplicate of a process's descriptor; raise OSError if it cannot be obtained.
 
-    If the number now refers to another file, to which no call may be made, the error is EBADF, too.
+    The error is also EBADF if the number now refers to another file, on which no call may be made.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:
@@ -217,7 +217,7 @@ def find_holdings(
     for descriptor in control_descriptors(pid, device, proc):
         try:
             with borrowed(pidfd, descriptor, device) as fd:
-                # If a descriptor is a duplicate, its clients were found through the other one.
+                # If a descriptor duplicates another, its clients were found through that one.
                 answering = [c for c in sorted(left) if answers(driver, c, fd)]
                 left.difference_update(answering)
                 found += [

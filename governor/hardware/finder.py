@@ -28,7 +28,7 @@ QUIET_S = 0.2
 """The same interval while no process is new and no search is due. A process that then creates its
 first context and works appears in the GPU's trace as well, and is searched because of that."""
 NEW_S = 5.0
-"""Time after its registration in which a process is new: most create a context within it."""
+"""Time after its registration for which a process counts as new: most create a context in it."""
 RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
@@ -40,7 +40,7 @@ COST = 20
 WAITING = 0.1
 """Fraction of a search's duration that its cost includes, in addition to the processor time. Most
 of a long search is a wait for locks of the driver, for instance while many processes create
-contexts; but it delays the searches of others."""
+contexts; but that wait delays the other searches."""
 BURST_S = 0.2
 """Cost of a burst of searches in one container, in seconds; after it, searches cost at most 1/COST
 of the time."""
@@ -96,7 +96,7 @@ class _Account:
 
 
 class Finder:
-    """Finder of one GPU. Its methods may be called from any thread; its own thread calls `tell`."""
+    """Finder for one GPU. Its methods may be called from any thread; its thread calls `tell`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Finder:
         self._lock = threading.Lock()
         self._next_searches: dict[
             tuple[int, int], float
-        ] = {}  # time of the next search, of processes that have left
+        ] = {}  # time of the next search, for processes that have left
         self._accounts: dict[int, _Account] = {}
         self._has_warned = False
         self._processes: dict[tuple[int, int], _Process] = {}
@@ -218,7 +218,7 @@ class Finder:
                     os.close(pidfd)
 
     def _next(self, now: float) -> tuple[_Process, int, int, bool] | None:
-        """Return the process to search next, with a descriptor of it; None if none is due."""
+        """Return the process to search next, with a descriptor for it; None if none is due."""
         with self._lock:
             due = []
             self._is_quiet = now >= self._new_until

@@ -28,8 +28,8 @@ MORE = 3 * MS
 """Longest time that is added to a window because earlier ones were too short: the driver calls that
 begin and end a window take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
 ALIKE = 0.8
-"""Fraction of a container's time on the GPU that it uses most. It is taken to have little work on a
-GPU that it uses less than this."""
+"""Fraction of a container's time on the GPU that it uses most. A container is taken to have little
+work on a GPU that it uses for less than this."""
 ENTER, LEAVE = 0.6, 0.4
 """Fractions of a container's part of a period. A container that uses at least the first gets a
 window, and keeps it while it uses at least the second."""
@@ -43,7 +43,7 @@ class Joins(Protocol):
     """A GPU on the board."""
 
     def join(self, tenant: int, gang: int) -> None:
-        """Run a container on this GPU at the same time as on its others."""
+        """Run a container on this GPU at the same time as on its other GPUs."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Board:
             self._windows.pop(gang, None)
 
     def say(self, gpu: int, now: int, loads: Mapping[int, Load]) -> None:
-        """Record the loads of containers with several GPUs on one of them, by gang."""
+        """Record the loads on one GPU of containers with several GPUs, by gang."""
         with self._lock:
             for number, load in loads.items():
                 if number in self._gangs:

@@ -80,8 +80,9 @@ UNFOUND = 10
 found. A governor that starts has to find the containers of its predecessor; without this, a
 container with a cap of 5 % would be off for 2 s for each such period."""
 UNSEARCHED = 50
-"""The same until the first search for them has ended. The channels of many containers that start
-together are found one after the other (32 containers on an H200: within 5 s)."""
+"""The same number before the first search for its channels has ended. The channels of many
+containers that start together are found one after the other (32 containers on an H200: within
+5 s)."""
 DEBT = 3 * PERIOD
 """Largest excess over a cap that is deducted from later periods. What a container used after a
 pause is known only 0.3 s later (activity.py)."""
@@ -111,7 +112,7 @@ SOON = 2 * MS
 the interval is a debt."""
 
 LIVELY = 3 * PERIOD
-"""Time since its last use of the GPU for which a container counts as working. It spans several
+"""Time for which a container counts as working after its last use of the GPU. It spans several
 periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
@@ -127,7 +128,7 @@ containers to their caps), the time that a container is owed varies by a turn or
 recovered slowly because no container gets more than its slices. So a container that got more than
 this fraction stays in the circle."""
 AWAKE = 2000 * MS
-"""Time since its last use of the GPU for which a container keeps the slices of others short."""
+"""Time for which a container keeps the slices of others short after its last use of the GPU."""
 BUSY = 0.05, 0.02
 """Fractions of the time that a container could have had. A container counts for weights once it
 uses more than the first, until it uses less than the second."""
@@ -139,7 +140,7 @@ N_FULL = 4
 RESTS = 3 * MS
 """If the GPU is idle for this long while a container has the turn, the container rests."""
 LOOK = 5 * MS
-"""Time from the beginning of a turn until it is checked whether the container works."""
+"""Time from the beginning of a turn to the check whether the container is working."""
 ENDING = 5 * MS
 """A container is continuous if it has more GPU time than this per turn that ends for lack of
 work."""

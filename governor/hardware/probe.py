@@ -4,7 +4,7 @@ The calls are not documented by NVIDIA, and whether they work can depend on the 
 a virtual machine's host. So before a GPU is steered for the first time, two processes work on it,
 and are switched off and on, given unequal time slices, and looked for in the trace. That takes one
 or two seconds, and twice the memory of a context. The result is kept in the governor's state
-directory, and holds for the GPU and the driver's version.
+directory, and is valid for the GPU and the driver's version.
 
 The driver kills the processes' channels when they end, so nothing is left if this process dies.
 """
@@ -46,7 +46,7 @@ time in which it would end."""
 LATE_NS = 2_000_000
 """Time for which a process may still work after the call that switches it off, in ns."""
 HELD = 1.5
-"""Shortest duration of WORK_MS of work that shows an interruption, as a multiple of WORK_MS."""
+"""WORK_MS of work that takes at least this long was interrupted (a multiple of WORK_MS)."""
 N_TRIES = 5
 RACE_MS = 60
 SLICE_NS = (8_000_000, 1_000_000)
@@ -165,7 +165,7 @@ class Worker:
         return answer
 
     def wait(self) -> Work:
-        """Wait for the end of its work, and return it."""
+        """Wait until the process's work has ended, and return that work."""
         answer = self.answer(ANSWER_S)
         if answer is None:
             raise WithoutEffectError(f"work of some ms did not end within {ANSWER_S:g} s")
@@ -293,7 +293,7 @@ def _check_trace(hardware: Hardware[Any], workers: Sequence[Worker]) -> None:
 class Results:
     """The results of earlier tests, in a file."""
 
-    _writing = threading.Lock()  # of all: several GPUs of a node are tested at once
+    _writing = threading.Lock()  # one for all instances: a node's GPUs are tested at once
 
     def __init__(self, directory: str, driver: str | None) -> None:
         self._path = Path(directory) / NAME

@@ -42,7 +42,7 @@ class RemoteHeld(NamedTuple):
 
 
 class RemoteHardware:
-    """One GPU, steered by the service at a socket; methods raise OSError if the service cannot."""
+    """One GPU, steered by the service at a socket; methods raise OSError if the service fails."""
 
     def __init__(self, uuid: str, path: str = SOCKET) -> None:
         self._channel, self._searches = _open(uuid, path)
@@ -67,7 +67,7 @@ class RemoteHardware:
         try:
             answer = self._searches.ask({"find": pid, "thorough": thorough}, [pidfd])
         except OSError:
-            # What the service has spent is not known. It is at most the time that has passed.
+            # The time that the service spent is not known, but is at most the time that has passed.
             self.elsewhere_s += time.monotonic() - began
             raise
         self.elsewhere_s += float(answer["cost"])

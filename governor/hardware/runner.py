@@ -160,11 +160,10 @@ class HardwareRunner(Runner):
     ) -> None:
         """Start the threads.
 
-        `opens` opens the GPU, on the steering thread. Until then, grants divide its time. If
-        the event that it is passed is set, `opens` returns early. After a failure, it is called
-        again after `again_s` seconds at first. `busy` returns NVML's samples of the GPU since a
-        given time, which is in microseconds since 1970. `together` is shared by the GPUs of the
-        node.
+        `opens` opens the GPU, on the steering thread. Until then, grants divide its time. `opens`
+        returns early if the event that it is passed is set. After a failure, it is called again,
+        at first after `again_s` seconds. `busy` returns NVML's samples of the GPU since a given
+        time, which is in microseconds since 1970. `together` is shared by the GPUs of the node.
         """
         super().__init__(library, config, together=together.grants if together else None)
         self._board = together.board if together else Board()
@@ -211,7 +210,7 @@ class HardwareRunner(Runner):
         *,
         latency: bool = False,
     ) -> int:
-        """Share the GPU with the container that has these pages."""
+        """Add the container with these pages; `device` is the GPU's index in them."""
         tenant = super().add(guarantee, limit, grant, device, ledger)
         number = self._number[tenant] = next(self._numbers)
         self._share(number, Share(guarantee / WHOLE, limit / WHOLE, latency))
@@ -223,7 +222,7 @@ class HardwareRunner(Runner):
             self._run_on_thread(lambda steering: steering.add(number, share))
 
     def join(self, tenant: int, gang: int) -> None:
-        """Run a container on this GPU at the same time as on its others."""
+        """Run a container on this GPU at the same time as on its other GPUs."""
         number = self._number[tenant]
         with self._lock:
             self._known.gangs[number] = gang

@@ -11,8 +11,8 @@ GPU can be opened again.
 
     tidegate-steering [--socket PATH] [--nvml LIBRARY]
 
-A service manager may pass the listening socket. The process then exits with its last session, and
-the next connection starts it again, so after an upgrade the next governor gets the new version.
+A service manager may pass the listening socket. The process then exits when its last session ends,
+and the next connection starts it again, so the next governor after an upgrade gets the new version.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Steering(Generic[H]):
         coordinates containers with several GPUs; `gpu` is this GPU's number on it.
         """
         self._announce = announce
-        self._announced = False  # whether the last announcement had anything off
+        self._announced = False  # whether the last announcement listed anything
         self._hardware, self._clock = hardware, clock
         self._policy = Policy(clock())
         self._samples, self._activity = samples, Activity(clock())
@@ -132,8 +132,8 @@ class Steering(Generic[H]):
         self.returned: set[int] = set()
         """Processes that used the GPU in the last step although they are off: through other
         channels, or because something switched them on again."""
-        # GPU time by container, since it was added. It never decreases: an overcharge is offset
-        # against later time.
+        # GPU time by container, since the container was added. The time never decreases: an
+        # overcharge is offset against later time.
         self.used_ns: Counter[int] = Counter()
         self._overcharged: dict[int, int] = {}
 
@@ -143,7 +143,7 @@ class Steering(Generic[H]):
         self._held.setdefault(tenant, [])
 
     def join(self, tenant: int, gang: int) -> None:
-        """Run a container on this GPU at the same time as on its others, as gang `gang`."""
+        """Run a container on this GPU at the same time as on its other GPUs, as gang `gang`."""
         if tenant in self._held:
             self._gangs[tenant] = gang
 
@@ -185,7 +185,7 @@ class Steering(Generic[H]):
             return
         known = [one for one in self._held[tenant] if one.pid == pid]
         if list(found) == known and pid not in self.returned:
-            return  # each driver call takes locks of the whole host
+            return  # each driver call takes host-wide locks
         keys = {one.key for one in found}
         missed = [one for one in known if one.key not in keys]
         for owner, held in self._held.items():
@@ -203,7 +203,7 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def miss(self, pid: int) -> None:
-        """Record that a thorough search found nothing: the process's GPU time is hidden now."""
+        """Record that a thorough search found nothing: the process's GPU time is now hidden."""
         known = {one.pid for held in self._held.values() for one in held}
         if pid in self._tenants and pid not in known:
             self._hidden.setdefault(pid, 0)
@@ -252,7 +252,7 @@ class Steering(Generic[H]):
         return wake
 
     def _loads(self, now: int) -> dict[int, Load]:
-        """Return the loads of containers with several GPUs on this one, by gang."""
+        """Return the loads on this GPU of containers with several GPUs, by gang."""
         return {
             gang: self._policy.load(i, now)._replace(span=self._spans.get(i, (0, 0)))
             for i, gang in self._gangs.items()

@@ -23,10 +23,10 @@ keeps its average exact."""
 DEFAULT_SLICE = 2 * MS
 """Slice of all containers while none has work all the time; it is the driver's default."""
 BURST = 0.5
-"""Fraction of the time that a container could have used. A container that used more than that in a
+"""Fraction of the time that a container could have used. A container that used more than this in a
 recent period has to take turns."""
 MAX_OWED = 150 * MS
-"""Time in nanoseconds. A container that exceeded its guarantee by more than that while others were
+"""Time in nanoseconds. A container that exceeded its guarantee by more than this while others were
 below theirs has to take turns, even if it ends its turns early for lack of work."""
 
 

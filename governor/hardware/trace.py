@@ -56,7 +56,7 @@ class Switch(NamedTuple):
 
 
 class Trace:
-    """The trace of one GPU, from now on until the driver's client is closed."""
+    """The trace of one GPU, from its creation until the driver's client is closed."""
 
     def __init__(self, driver: DriverClient, gpu: DriverGpu, n_records: int = N_RECORDS) -> None:
         self._driver, self._n = driver, n_records
@@ -144,9 +144,9 @@ class Residency:
         self._full: list[tuple[int, int, int]] = []  # pid, begin and end
 
     def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
-        """Record that processes are switched on or off at a time.
+        """Record that processes are switched on or off at `at_ns`.
 
-        Earlier trace records may arrive later.
+        Trace records of earlier times may still arrive.
         """
         self._changes.append((at_ns, frozenset(pids), on))
 
@@ -209,7 +209,7 @@ class Residency:
         return taken
 
     def settle(self, now_ns: int) -> None:
-        """Account for the time of the context on the GPU until a time on the GPU's clock."""
+        """Account for the time of the context on the GPU until `now_ns`, on the GPU's clock."""
         while self._changes and self._changes[0][0] <= now_ns:
             at_ns, pids, on = self._changes.popleft()
             self._count(at_ns)

@@ -133,7 +133,7 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the watchdog; the command line has the reviver and its arguments.
+    """Run the watchdog; the command line gives the reviver and its arguments.
 
     This process ends with the pipe, and ignores signals: a service manager signals it and the
     governor at the same time.

@@ -411,8 +411,8 @@ class Container:
     def left_alone(self) -> Iterator[None]:
         """Do not steer its processes while the driver's checkpoint calls are made.
 
-        Afterwards they are steered again whatever the calls did: a process that runs is held to the
-        quota.
+        Afterwards they are steered again, whatever the calls did: a process that runs is held to
+        the quota.
         """
         self._is_left_alone = True
         self._gpus.let_go()

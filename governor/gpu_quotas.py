@@ -96,7 +96,7 @@ class NodeGpus:
         return list(self.by_uuid.values())[index]
 
     def why_left_out(self) -> str:
-        """Return the end of a message, which states why GPUs are not shared; empty if all are."""
+        """Return text for the end of a message: why GPUs are not shared; empty if all are."""
         return "".join(f"; GPU {i} is not shared: {why}" for i, why in self.left_out.items())
 
     def whole(self, gpu: GpuQuotas) -> int:

@@ -250,7 +250,7 @@ class NvidiaHardware:
         return ClientHolding(Holding(int(pid), int(client), int(descriptor), groups), groups)
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return how long each process was on the GPU since the last call, by pid."""
+        """Return how long each process has been on the GPU since the last call, by pid."""
         # The time is read before the flush: later records belong to the next call.
         now = self._driver.gpu_time_ns(self._gpu)
         self._trace.flush()

@@ -130,8 +130,8 @@ this fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time for which a container keeps the slices of others short after its last use of the GPU."""
 BUSY = 0.05, 0.02
-"""Fractions of the time that a container could have had. A container counts for weights once it
-uses more than the first, until it uses less than the second."""
+"""Fractions of the time that a container could have had. A container's weight counts once it uses
+more than the first, until it uses less than the second."""
 FULL, NOT_FULL = 0.97, 0.92
 """Fractions of a period with work or context switches. The GPU is full, that is, has more work than
 it can do, once N_FULL consecutive periods have exceeded the first, until the average falls below

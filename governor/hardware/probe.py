@@ -81,7 +81,7 @@ class Worker:
     def __init__(self, library: str, uuid: str, until: float, ending: Callable[[], bool]) -> None:
         """Start the process.
 
-        A wait for an answer ends at `until`, a time of the monotonic clock, and when `ending`
+        A wait for an answer ends at `until`, a time on the monotonic clock, or when `ending`
         returns true.
         """
         self._until, self._ending = until, ending
@@ -168,7 +168,7 @@ class Worker:
         """Wait until the process's work has ended, and return that work."""
         answer = self.answer(ANSWER_S)
         if answer is None:
-            raise WithoutEffectError(f"work of some ms did not end within {ANSWER_S:g} s")
+            raise WithoutEffectError(f"milliseconds of work did not end within {ANSWER_S:g} s")
         return Work(int(answer["ns"]), int(answer["end"]))
 
 

@@ -1,4 +1,4 @@
-"""Program of the probe's worker processes: works on a GPU for the times that it is given.
+"""Program of the probe's worker processes, which keep a GPU busy for given lengths of time.
 
 It is started with the path of a libcuda and the UUID of a GPU, and writes a line of JSON when it is
 ready. For each line with a number of milliseconds that it reads, it runs a kernel that takes that

@@ -87,7 +87,7 @@ class RemoteHardware:
         return [one.data for one in held]
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return how long each process was on the GPU since the last call, in ns by pid.
+        """Return how long each process has been on the GPU since the last call, in ns by pid.
 
         Also update `n_lost`, `returned_ns`, `early_turns` and `full_turns` (`steering.Hardware`).
         """

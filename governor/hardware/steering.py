@@ -69,7 +69,7 @@ class Hardware(Protocol[H]):
         """Set the time slice of each channel group."""
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return how long each process was on the GPU since the last call, by pid."""
+        """Return how long each process has been on the GPU since the last call, by pid."""
 
     @property
     def returned_ns(self) -> Mapping[int, int]:

@@ -166,7 +166,7 @@ class Auditor:
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
-        """Audit the containers by a sample of a GPU; `charges` were read before the sample."""
+        """Audit the containers against a sample of a GPU; `charges` were read before the sample."""
         now_ns = time.monotonic_ns()
         if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
             return

@@ -1,4 +1,4 @@
-"""Run NVIDIA's MPS daemon of one GPU: start it, watch it, and restart it.
+"""Run NVIDIA's MPS daemon for one GPU: start it, watch it, and restart it.
 
 `nvidia-cuda-mps-control` listens on two sockets. On `control` it accepts clients, and the commands
 that are permitted to a client's user. On `control_privileged` it accepts all commands from its own
@@ -47,12 +47,12 @@ SHORTEST_S, LONGEST_S = 0.2, 10.0
 """Shortest and longest pause between two starts, in seconds. The pause doubles each time the daemon
 ends again."""
 LIVED_S = 60.0
-"""If the daemon ran for at least this time, in seconds, the next pause is the shortest again."""
+"""If the daemon ran for at least this many seconds, the next pause is the shortest again."""
 LOG_LIMIT = 8 << 20
 READ_LIMIT = 1 << 20
 TOLD_S = 0.05
 BURST_S = 1.0
-"""Events of clients and commands are always counted, but reported at most twenty times a second
+"""Events about clients and commands are always counted, but reported at most twenty times a second
 (one per TOLD_S, after a burst of BURST_S): tenants can cause any number of them, and each is a line
 in the governor's log."""
 
@@ -225,7 +225,7 @@ class Mps:
         self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 
     def configure(self, config: Config) -> None:
-        """Apply a new configuration's time for clients to leave after a fault."""
+        """Apply the time that a new configuration gives clients to leave after a fault."""
         self._fault_s = config.mps_fault_s
 
     # ---- containers
@@ -441,7 +441,7 @@ class Mps:
                 os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the daemon, which no container uses any more."""
+        """Stop the daemon, because no container uses it any more."""
         if self._pid and not self._ended():
             self._kill()
             _is_over(self._pidfd, 5)
@@ -461,8 +461,8 @@ class Mps:
 
 
 def _is_over(pidfd: int, seconds: float = 0) -> bool:
-    """Return whether a process has ended, or ends within that time."""
-    poll = select.poll()  # select() rejects descriptors from 1024 on
+    """Return whether a process has ended, or ends within `seconds`."""
+    poll = select.poll()  # select() rejects descriptors above 1023
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 

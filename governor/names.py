@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """Pod and name as one text, like namespace/pod/container."""
+        """Pod and name as one string, such as namespace/pod/container."""
         return "/".join(part for part in (self.pod, self.name) if part)
 
 
@@ -50,7 +50,7 @@ def find_name(identifier: str, bundle: str, identity: Mapping[str, str]) -> Name
 
 
 def _engine(bundle: str) -> str:
-    """Return the engine of a bundle by its path: each engine has its own directories."""
+    """Infer the engine of a bundle from its path: each engine has its own directories."""
     parts = bundle.strip("/").split("/")
     if len(parts) >= 3 and parts[-1] == "userdata" and parts[-3].endswith("-containers"):
         return "podman"
@@ -64,7 +64,7 @@ def _truncated(name: object) -> str:
 
 
 def _read_docker(identifier: str, bundle: str) -> object:
-    """Read the name from Docker's settings of the container.
+    """Read the name from Docker's settings for the container.
 
     They are in the directory from which the container mounts OWN_FILES, wherever that directory is.
     """

@@ -10,7 +10,7 @@ from vdriver.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, which state what was found and refer to --help."""
+    """A parser whose error messages are one line: what was found, and a reference to --help."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2, as argparse does."""

@@ -26,15 +26,15 @@ from governor.residency import Occupant, Whereabouts, decide, excess
 log = structlog.get_logger()
 
 TICK_S = 0.01
-"""Interval of the checks while any container's memory is parked or moves, in seconds."""
+"""Interval between checks while any container's memory is parked or being moved, in seconds."""
 REST_S = 0.2
 """The same at other times."""
 ROOM_S = 5.0
 """Longest time for which the start of a container that is never parked waits for room, in seconds.
 The hook waits for ten."""
 LEAVE_NS = 60_000_000_000
-"""Longest time in which a container has to park its memory. Work that it has submitted ends first,
-and host memory is cleared and pinned the first time: 40 GiB in 14 s (H200)."""
+"""Time within which a container has to park its memory. Work that it has submitted ends first, and
+host memory is cleared and pinned the first time: 40 GiB in 14 s (H200)."""
 AGAIN_NS = 60_000_000_000
 """Time for which a container that did not park its memory in time is left alone."""
 LATE_NS = 5_000_000_000
@@ -112,8 +112,8 @@ class Parker:
     async def make_room(self, container: Container, more: int = 0) -> None:
         """Wait until the GPUs of a container that is never parked have room for its quota.
 
-        `more` are bytes by which its quota is about to grow. Raise RefusedError if others that may
-        be parked do not leave in time.
+        `more` is the number of bytes by which its quota is about to grow. Raise RefusedError if
+        others that may be parked do not leave in time.
         """
         deadline = time.monotonic() + ROOM_S
         self._more[container] = more
@@ -158,7 +158,7 @@ class Parker:
         }
 
     def step(self, now_ns: int) -> bool:
-        """Check all containers once; return whether memory of any of them is parked or moves."""
+        """Check all containers once; return whether memory of any is parked or being moved."""
         everyone = list(self._containers.containers.values())
         self._spots = {one: spot for one, spot in self._spots.items() if one in everyone}
         if not any(one.parking for one in everyone):
@@ -228,7 +228,7 @@ class Parker:
 
     @staticmethod
     def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
-        """Return where the memory of a new container is, or of one that a new governor found."""
+        """Return where the memory is of a container that is new, or that a new governor found."""
         place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
         if not is_ordered and report.n_parked == report.n_processes:
             place = Whereabouts.PARKED
@@ -327,8 +327,8 @@ class Parker:
         """Wait until no container that is to leave needs host memory more urgently.
 
         The node clears memory at a few GiB per second, however many threads request it. While one
-        container has to leave, preparations for others would make all calls that wait for its room
-        wait longer.
+        container has to leave, preparations for others would prolong all waits for the room that it
+        vacates.
         """
         while not self._is_leaving(container) and any(  # noqa: ASYNC110 - see step()
             self._is_leaving(one) for one in self._growing.keys() - self._lacks_memory

@@ -1,11 +1,11 @@
-"""Choose a container's GPUs among those with room, without access to a file, a clock or the driver.
+"""Choose a container's GPUs from those with room, without access to a file, a clock or the driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
 other. Two sets are compared by the distances of their farthest pairs; if these are equal, by those
 of the next pairs, and so on, because GPUs that work together wait for the slowest route between
 them. Among equally near sets, it takes the one that leaves the most empty GPUs near each other,
 then the fullest: taking the emptiest would soon use a part of every group, and leave no whole group
-to the next container.
+for the next container.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 // Draws bars and charts. The text beside them has the same numbers, so they are hidden from screen readers.
 
 const SVG = "http://www.w3.org/2000/svg";
-// Six hues that are easy to distinguish, each light and dark; red is reserved for problems. With more than twelve
-// containers the colours repeat, and the number distinguishes them.
+// Six hues that are easy to distinguish, each in a light and a dark tone; red is reserved for problems. With more than
+// twelve containers the colours repeat, and the number distinguishes them.
 const HUES = [212, 28, 140, 325, 265, 48];
 const TONES = 2 * HUES.length;
 
@@ -23,7 +23,7 @@ function tone(node, number) {
   return node;
 }
 
-/** Define the hatch pattern of each tone, which shows lent time and parked memory. */
+/** Define a hatch pattern for each tone; hatching shows lent time and parked memory. */
 function makeHatches(defs) {
   for (let at = 0; at < TONES; at++) {
     defs.append(tone(draw("pattern", {id: `hatch-${at}`, width: 4, height: 9, patternUnits: "userSpaceOnUse"},
@@ -48,7 +48,7 @@ function timeBar(had) {
   return bar;
 }
 
-/** Return what a container uses of its memory quota as parts of a bar: what is on the GPU, and what is parked. */
+/** Return the used part of a container's memory quota as parts of a bar: what is on the GPU, and what is parked. */
 function memoryParts({memory, parked, memory_limit: limit}, whole) {
   const within = Math.min(memory, limit), away = Math.min(parked, within), scale = whole ? 100 / whole : 0;
   const parts = [width(make("span", {class: "own"}), scale * (within - away))];
@@ -100,7 +100,7 @@ function totalMemoryBar(rows, gpu) {
   return bar;
 }
 
-/** Yield the steps of a container that a chart shows: the position in the chart, and the index in the columns. */
+/** Yield a container's steps that a chart shows: for each, its position in the chart and its index in the columns. */
 function* shown(one) {
   const start = firstShown();
   for (let i = Math.max(0, start - one.first); i < one.used.length; i++) yield [one.first + i - start, i];

@@ -1,5 +1,5 @@
 "use strict";
-// Renders the page, a section for each GPU and a table of refusals and violations, and polls the governor.
+// Renders the page (a section for each GPU, and a table of refusals and violations), and polls the governor.
 
 const WAIT_MS = 15000;
 const HEADS = ["Container", "GPU time", "GPU time, last 15 minutes", "Memory", "Memory, last 15 minutes"];

@@ -157,9 +157,9 @@ def pid_namespace(pid: int) -> int:
 def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
     """Yield the files of file system `device` that a process has mapped under `name`.
 
-    Each is a path that opens the file, and its inode. Device and name are checked before the file
-    is opened: an untrusted process chooses what it maps, and opening a device may have side
-    effects.
+    Each item is a path that opens the file, and the file's inode. Device and name are checked
+    before the file is opened: an untrusted process chooses what it maps, and opening a device may
+    have side effects.
     """
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     try:

@@ -57,7 +57,7 @@ class Quota:
         return self.work_class == LATENCY
 
     def describe(self) -> dict[str, Any]:
-        """Return the quota in the form that answers and the log use."""
+        """Return the quota in the form that is used in answers and in the log."""
         return {
             "memory": self.memory,
             "compute": self.compute,

@@ -37,7 +37,7 @@ SOON_NS = 20_000_000
 SETTLE_S = 0.01
 """Time from a process's announcement to the sample, in seconds. The process is about to allocate,
 and a sample amid allocations counts some of them twice until the next one. It is also the shortest
-interval between two checks of the ledgers: a process can announce at any rate."""
+interval between two checks of the ledgers: a process can send announcements at any rate."""
 POLL_S = 0.05
 """Longest interval at which the ledgers are checked for waiting processes, in seconds. Processes
 announce that they wait, but a control library of an earlier version does not."""
@@ -59,8 +59,8 @@ class Observer(Protocol):
 
 
 EACH = 16 << 20
-"""Upper bound, in bytes, of the memory that each process adds and that NVML attributes to no
-process: 8.8 MiB on an H200, driver 580."""
+"""Upper bound, in bytes, of the memory per process that NVML attributes to no process: 8.8 MiB on
+an H200, driver 580."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ def _unseen(
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
     Return None while a process creates a context: NVML shows the memory before it attributes it to
-    the process. The same applies while the memory of a container is moved, by the governor's order.
+    the process. The same applies while a container's memory is being moved on the governor's order.
     Memory that is parked in host memory is charged in the same way, but is not on the GPU, so it is
     not counted.
     """

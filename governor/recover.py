@@ -1,7 +1,7 @@
 """Find the containers that run when a governor starts, from the stored state and from /proc.
 
-The state identifies containers and processes by pid and start time. If it was damaged, the missing
-ones are found by the mounts and mappings of the running processes.
+The state identifies containers and processes by pid and start time. If the state was damaged,
+what it lacks is found through the mounts and mappings of the running processes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Search:
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
     def known(self, row: ContainerRow) -> FoundContainer | None:
-        """Return a container of the state, if it was confirmed and still runs."""
+        """Return a container that the state lists, if it was confirmed and still runs."""
         living = [
             (member, pidfd)
             for member in row.members
@@ -145,7 +145,7 @@ class _Search:
         if grant is not None:
             try:
                 # The page takes precedence, because the processes follow it. A change of the quota
-                # is written there last, and before the answer.
+                # is written there last, but before the answer is sent.
                 quota, devices = read_quota(grant, self._uuids)
                 if devices != row.devices:
                     raise PageError("its GPUs are not the container's")
@@ -279,7 +279,7 @@ class _Search:
     def _unregistered(
         self, row: ContainerRow, ledger: Ledger, named: set[int]
     ) -> Iterator[tuple[ProcessRow, int]]:
-        """Yield the processes of slots that are in use but missing in the damaged state.
+        """Yield the processes of slots that are in use but missing from the damaged state.
 
         A slot contains its process's pid in that process's own namespace. The process must also
         have the ledger mapped.

@@ -80,5 +80,5 @@ def _reservation(token: str) -> str:
 
 
 def describe_devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
-    """Return GPUs in the form that answers use."""
+    """Return GPUs in the form that is used in answers."""
     return [{"uuid": d.uuid, "index": d.index, "minor": d.minor} for d in devices]

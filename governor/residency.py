@@ -1,16 +1,16 @@
-"""Decide which containers' memory is on a GPU for which more memory is granted than it has.
+"""Decide whose memory is on a GPU if more memory is granted than the GPU has.
 
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
 keeps on the GPU what cannot be moved, such as contexts. So the quotas of the resident containers
-and what the parked ones keep never exceed the GPU's memory. If a quota does not fit next to the
-least that the others keep, only the part that fits counts, so that its container is not parked for
-ever.
+and what the parked ones keep never exceed the GPU's memory in total. If a quota does not fit next
+to the least that the others keep, only the part that fits counts, so that its container is not
+parked for ever.
 
-A container comes to the GPU when one of its calls waits for memory. To make room, the containers
-that have been idle for the longest time leave. A container that works leaves only when it has been
-resident for a turn, which is longer where a move costs more; so containers that always work and do
-not fit together share the GPU in turns of seconds.
+A container moves to the GPU when one of its calls waits for memory. To make room, the containers
+that have been idle for the longest time leave. A working container leaves only when it has been
+resident for a turn, which is longer where a move costs more; so containers that always work, but do
+not fit on the GPU together, share it in turns of seconds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ IDLE_NS = 500_000_000
 """A container that has not worked for this long is idle, in nanoseconds."""
 STAY_NS = 1_000_000_000
 """Shortest time for which an idle container stays resident, in nanoseconds. It also stays at least
-as long as its last move took: a container that wakes up often does not spend most of its time
-moving."""
+as long as its last move took, so that a container that wakes up often does not spend most of its
+time moving."""
 TURN_NS = 10_000_000_000
 """Shortest time for which a working container stays resident, in nanoseconds."""
 COST = 8
@@ -115,9 +115,9 @@ class Orders:
 def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
     """Return what has to change on a GPU with `capacity` bytes.
 
-    Containers come in the order in which they began to wait. A container for which there is no room
-    blocks those behind it as long as others will make room for it, so that containers with large
-    quotas are not passed over.
+    Containers come to the GPU in the order in which they began to wait. A container for which there
+    is no room blocks those behind it as long as others will make room for it, so that containers
+    with large quotas are not passed over.
     """
     everyone = _fitted(capacity, list(tenants))
     free = capacity - sum(one.taken for one in everyone)
@@ -148,7 +148,7 @@ def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
 
 
 def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
-    """Return how many bytes more than a GPU has are taken; below zero, some are left."""
+    """Return by how many bytes the memory taken exceeds the GPU's; negative if some is left."""
     return sum(one.taken for one in _fitted(capacity, list(tenants))) - capacity
 
 

@@ -32,9 +32,9 @@ log = structlog.get_logger()
 
 START_S = 3.0
 """Longest wait for GPUs to be tested and steered before containers are admitted, in seconds. A hook
-waits for 5 s. A test takes half of that time, and cannot be made once containers work."""
+waits for 5 s. A test takes half of that time, and cannot be run once containers are at work."""
 TURN_S = 0.1
-"""Interval at which a test that waits for its turn checks whether the governor ends, in s."""
+"""Interval at which a test that waits for its turn checks whether the governor is ending, in s."""
 
 
 def _n_at_once() -> int:
@@ -89,7 +89,7 @@ class RunnerMaker:
 
 
 class Opener:
-    """Opens a GPU for steering; before the first time, it is tested."""
+    """Opens a GPU for steering, and tests it the first time."""
 
     def __init__(self, maker: RunnerMaker, device: Device) -> None:
         self._config, self._nvml = maker.config, maker.nvml
@@ -103,7 +103,7 @@ class Opener:
         self._said = ""
 
     def open(self, ending: threading.Event) -> Closeable:
-        """Return the GPU, tested if it has not passed a test yet.
+        """Return the GPU; test it first if it has not passed a test yet.
 
         Raise OSError or DriverCallError if it cannot be opened, NotProbedError if it cannot be
         tested now, and WithoutEffectError if it must not be steered. With `scheduling: hardware`, a
@@ -132,7 +132,7 @@ class Opener:
             if known:
                 raise NotProbedError(known) from e
             if self._config.scheduling != "hardware" or ending.is_set():
-                raise NotProbedError(f"it was not tested whether it can be steered: {e}") from e
+                raise NotProbedError(f"whether it can be steered was not tested: {e}") from e
             log.info("gpu-not-probed", gpu=self._device.index, error=str(e))
         else:
             self._works = True

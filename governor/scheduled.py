@@ -44,7 +44,7 @@ class Scheduled:
 
     @property
     def _together(self) -> Together | None:
-        """The coordinator of the gangs on all GPUs; None if the GPUs are scheduled differently."""
+        """The coordinator of the gangs on all GPUs; None if they are scheduled in different ways."""
         ways = {id(runner.together): runner.together for runner in self._runners}
         return ways.popitem()[1] if len(ways) == 1 else None
 
@@ -73,7 +73,7 @@ class Scheduled:
             runner.pause(tenant, is_paused=True)
 
     def unpause(self) -> None:
-        """Grant to the container again."""
+        """Resume granting to the container."""
         for runner, tenant in zip(self._runners, self._tenants, strict=True):
             runner.pause(tenant, is_paused=False)
         if self._gang == NO_TENANT:
@@ -92,14 +92,14 @@ class Scheduled:
         return self._runners[device].stats(self._tenants[device])
 
     def waits(self, device: int) -> Waits:
-        """Return the container's grants of GPU `device`, by the length of the wait for each."""
+        """Return the container's grants on GPU `device`, by the length of the wait for each."""
         return self._runners[device].waits(self._tenants[device])
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
         """Hold exactly these unregistered processes to the quota through a steered GPU's scheduler.
 
-        They belong to the container; `owns` returns whether a pid does. Return the pids that were
-        not held before.
+        They belong to the container; `owns` tells whether a given pid does. Return the pids that
+        were not held before.
         """
         runner, tenant = self._runners[device], self._tenants[device]
         held = self._held.setdefault(device, {})

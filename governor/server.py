@@ -116,7 +116,7 @@ class Server:
             try:
                 await self.admissions.adopt(found)
             except Exception as e:  # one container must not keep the others from being adopted
-                # The container enforces its quota itself, as while the governor was away.
+                # The container enforces its quota itself, as it did while the governor was away.
                 log.exception("container-not-adopted", key=found.recovered.key, error=repr(e))
         self.bookings.release_unused()
         for claim in list(self.claims.values()):
@@ -280,7 +280,7 @@ class Server:
         }
 
     def mps_event(self, mps: Mps, event: MpsEvent) -> None:
-        """Handle an event of a GPU's MPS server, and tell the containers that share it."""
+        """Handle an event from a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":
             self._allocations.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)

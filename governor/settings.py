@@ -63,7 +63,7 @@ class SettingsInForce:
             for listener in self._listeners:
                 try:
                     listener(self.config)
-                except Exception as e:  # a bug in a listener must not end the governor
+                except Exception as e:  # a bug in a listener must not stop the governor
                     log.exception("configuration-not-applied", error=repr(e))
             log.info(
                 "configuration-loaded",
@@ -108,12 +108,12 @@ class SettingsInForce:
 
     async def _read(self) -> LoadedConfig:
         try:
-            # This runs on a thread, because YAML and its schema take tens of milliseconds.
+            # This runs in a thread, because reading and checking YAML takes tens of milliseconds.
             return await asyncio.to_thread(self._load)
         except TidegateError:
             raise
         except Exception as e:
-            # A bug in the parsing of an operator's file must not end the governor either.
+            # A bug in the parsing of an operator's file must not stop the governor either.
             log.exception("configuration-unread", error=repr(e))
             raise ConfigError(
                 f"the configuration cannot be read: {type(e).__name__}",

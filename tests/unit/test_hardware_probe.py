@@ -321,7 +321,7 @@ def test_a_gpu_that_cannot_be_tested_is_steered_only_if_the_configuration_says_s
     node: Openings, scheduling: str
 ) -> None:
     def expect(reason: str) -> str:
-        untested = f"it was not tested whether it can be steered: {reason}"
+        untested = f"whether it can be steered was not tested: {reason}"
         return "steered" if scheduling == "hardware" else untested
 
     assert node.try_open(scheduling, BUSY) == expect("other processes use it")

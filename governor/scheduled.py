@@ -44,7 +44,7 @@ class Scheduled:
 
     @property
     def _together(self) -> Together | None:
-        """The coordinator of the gangs on all GPUs; None if they are scheduled in different ways."""
+        """The coordinator of the gangs on all GPUs; None if the GPUs' scheduling differs."""
         ways = {id(runner.together): runner.together for runner in self._runners}
         return ways.popitem()[1] if len(ways) == 1 else None
 

@@ -80,7 +80,7 @@ def make_grant(
     config: Config,
     strategy: str = "timeslice",
 ) -> mmap.mmap:
-    """Create a grant page at `path`, replacing an existing file, and list the GPUs next to it."""
+    """Create a grant page at `path`, replacing an existing file, and a list of GPUs beside it."""
     described: list[dict[str, int | bytes]] = [
         {
             "uuid": uuid_bytes(device.uuid),
@@ -91,7 +91,7 @@ def make_grant(
             "strategy": int(strategy == "mps"),
             "work_class": int(quota.is_latency),
             "parking": int(quota.parking),
-            # The memory of a container that may be parked gets room on the GPU when it needs it.
+            # A container that may be parked gets room on the GPU when it needs it.
             "resident": int(not quota.parking),
         }
         for device in devices

@@ -107,7 +107,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
 
 
 def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
-    """Return text saying that there is enough in total, but not on single GPUs; empty otherwise."""
+    """Return text saying that there is enough in total, but not per GPU; empty otherwise."""
     memory = sum(room.memory >= quota.memory for room in rooms)
     compute = sum(room.compute >= quota.compute for room in rooms)
     if len(rooms) == 1:

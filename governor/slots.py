@@ -167,12 +167,12 @@ class Slots:
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
     def announce(self) -> None:
-        """Announce the processes that were taken over to the runners, once these exist."""
+        """Tell the runners, once these exist, which processes were taken over."""
         for process in self._processes.values():
             self._announce(process)
 
     def listen(self, path: Path) -> None:
-        """Serve the container's processes at a socket."""
+        """Serve the container's processes on a socket."""
         self._listener = Listener(path, RateLimiter(REGISTRATION_S, REGISTRATIONS), self._register)
 
     def close(self, *, keep: bool) -> None:
@@ -208,7 +208,7 @@ class Slots:
         is_kept = False
         try:
             if self._unanswered[is_own] <= MAX_UNANSWERED:
-                # wait_for() is not used: before Python 3.12 it ignores a cancellation that comes
+                # wait_for() is not used: before Python 3.12 it ignores a cancellation that arrives
                 # together with the result, and the process would be registered after close().
                 async with asyncio.timeout(ANSWER_S):
                     request = await self._loop.sock_recv(own, 1)
@@ -260,8 +260,8 @@ class Slots:
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
         process = self._identify(slot, pid, own)
-        # The row is stored before the slot is in use: a used slot without a row would be taken for
-        # a damaged state.
+        # The row is stored before the slot is in use: a used slot without a row would look like a
+        # damaged state.
         self._state.register(
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )

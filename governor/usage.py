@@ -148,8 +148,8 @@ def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
 class Debt:
     """Memory that the driver took by itself for one process: NVML's value beyond the ledger's.
 
-    The ledger changes while NVML is read. Of the charged memory, the part of calls in progress may
-    or may not be allocated, and pools may have freed memory; all other memory is allocated. A
+    The ledger changes while NVML is read. Of the charged memory, what belongs to calls in progress
+    may or may not be allocated, and pools may have freed memory; all other memory is allocated. A
     sample thus gives a lower and an upper bound of what the driver took. Within these bounds the
     earlier value is kept, plus what the process has reported since then. If the process reports
     memory that the driver takes and that the sample may have missed, the ledger's value counts
@@ -221,8 +221,8 @@ class Debt:
         self.bytes = max(least, min(debt, most))
         self._seen_unreported = unreported + self.bytes - debt
         expected = before.contexts * context_bytes
-        # If more than half a context is missing, NVML does not list a context yet; a smaller
-        # difference means that contexts are smaller than expected.
+        # If more than half a context is missing, there is a context that NVML does not list yet; a
+        # smaller difference means that contexts are smaller than expected.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.least = least
@@ -270,9 +270,9 @@ class Debt:
 class Meter(Generic[Key]):
     """The GPU time of a container's processes over the last second.
 
-    While others share the GPU, the time is the one that the processes report (by the GPU's clock,
-    between their markers), limited to the time for which, by the arbiter's count, the container
-    held the GPU, because reports are not trusted. A container that is alone holds an open grant, in
+    While others share the GPU, the time is what the processes report (by the GPU's clock, between
+    their markers). Because reports are not trusted, it is limited to the time for which the
+    container held the GPU by the arbiter's count. A container that is alone holds an open grant, in
     which few markers are recorded, and its held time is not booked before the grant ends. In this
     case NVML's samples are used. They are correct only then: under contention a sample names only
     one process.
@@ -293,9 +293,9 @@ class Meter(Generic[Key]):
     ) -> dict[Key, float]:
         """Return the GPU time of each process over the last second, in percent.
 
-        `busy` is the GPU time that each process reports since its start, and `held_ns` the time
-        that the container has held since its start. `sampled` has NVML's percentages while the
-        grant is open, and is None otherwise.
+        `busy` is the GPU time that each process has reported since its start, and `held_ns` the
+        time for which the container has held the GPU since its start. `sampled` has NVML's
+        percentages while the grant is open, and is None otherwise.
         """
         if self._before is None:
             self._before = (now_ns, dict(busy), held_ns)

@@ -90,7 +90,7 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
 
 
 def _remove_emptied(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Remove directories that setup created and that moved files have left empty."""
+    """Remove directories that setup created and that moving files has emptied."""
     journal = journals.read(root)
     emptied = {_parent(change.path) for change in changes if change.after is None}
     for directory in sorted(journal.directories, key=len, reverse=True):

@@ -144,7 +144,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
             if stages := crio_config.unknown_stages(document):
                 raise SetupError(
                     f"CRI-O does not start: {file.path} names the stage {stages[0][:40]}",
-                    hint="take its directory out of hooks_dir, or move the file to another one",
+                    hint="take its directory out of hooks_dir, or move the file elsewhere",
                 )
 
 
@@ -156,7 +156,7 @@ def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
     if name == HANDLER:
         raise SetupError(
             f"CRI-O has no handler besides {HANDLER} that runs crun or runc",
-            hint="install one of them, or write its handler",
+            hint="install one of them, or write a handler for it",
         )
     kind = config.text("runtime_type", name)
     if kind == "vm":
@@ -248,7 +248,7 @@ def _name_runtime(
 
 
 def _complaint(said: str, runs: Callable[[str], bool]) -> str | None:
-    """Return an error in the output of `crio config`, which CRI-O would load, or None."""
+    """Return an error in the output of `crio config`, which is what CRI-O would load, or None."""
     config = Configuration()
     try:
         config.add("crio config", tomllib.loads(said))

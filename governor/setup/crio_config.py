@@ -126,7 +126,7 @@ def search(program: str, runs: Runs) -> str | None:
 
 
 def files(names: Callable[[str], Iterable[str]], is_directory: Runs) -> Iterator[str]:
-    """Yield CRI-O's files in the order of reading: the main file, then all drop-ins by name."""
+    """Yield CRI-O's files in its reading order: the main file, then all drop-ins by name."""
     yield MAIN
     yield from _below(DROP_INS, names, is_directory)
 

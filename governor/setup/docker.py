@@ -105,10 +105,10 @@ def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _look_at_flags(root: Root, config: str) -> None:
-    """Refuse if dockerd's command line has --default-runtime: dockerd does not start with both.
+    """Refuse if dockerd's command line has --default-runtime.
 
-    Runtimes may be set by both; dockerd then has all of them (as 26.1 and 28.5 report with
-    --validate).
+    If daemon.json sets it as well, dockerd does not start. Runtimes may be set in both places;
+    dockerd then has all of them (as 26.1 and 28.5 report with --validate).
     """
     flag = "--default-runtime"
     if config != CONFIG:

@@ -75,7 +75,7 @@ class Root:
         return real
 
     def read(self, path: str) -> HostFile | None:
-        """Return the regular file at `path`, None if there is none; raise SetupError for others."""
+        """Return the regular file at `path`, None if there is none; raise SetupError otherwise."""
         shown = self.shown(path)
         try:
             real = self.find(path)
@@ -148,7 +148,7 @@ class Root:
         return None
 
     def missing(self, path: str) -> list[str]:
-        """Return a directory and its parents that do not exist, the topmost first."""
+        """Return those of a directory and its parents that do not exist, the topmost first."""
         found: list[str] = []
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
@@ -217,7 +217,7 @@ class Root:
             _sync(os.path.dirname(host))  # noqa: PTH120
 
     def sweep(self, path: str) -> None:
-        """Remove temporary files that killed runs left; the file need not exist."""
+        """Remove temporary files that killed runs left behind; the file need not exist."""
         real = self.find(path)
         if real is not None:
             with explained(self.shown(path)):
@@ -248,7 +248,7 @@ class Root:
 def _beside(host: str) -> str:
     """Return the prefix of the temporary file, which is renamed to `host`.
 
-    CRI-O reads every file in its directory, whatever its name, so the temporary file is not in a
+    CRI-O reads every file in its directory, whatever the name, so the temporary file is not in a
     directory of drop-ins, unless that is a separate file system.
     """
     directory, name = os.path.split(host)
@@ -259,7 +259,7 @@ def _beside(host: str) -> str:
 
 
 def _sweep(host: str) -> None:
-    """Remove temporary files of killed runs; only one run is active at a time."""
+    """Remove temporary files left by killed runs; only one run is active at a time."""
     if not os.path.isdir(os.path.dirname(host)):  # noqa: PTH112, PTH120
         return
     for start in {host, _beside(host)}:
@@ -271,7 +271,7 @@ def _sweep(host: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Convert an OSError in the block to a SetupError of one line."""
+    """Convert an OSError in the block to a one-line SetupError."""
     try:
         yield
     except OSError as e:

@@ -1,7 +1,7 @@
-"""Record the changes of setup, with previous content, in /var/lib/tidegate/setup/journal.json.
+"""Record what setup changes, with the former content, in /var/lib/tidegate/setup/journal.json.
 
-The journal is written before the files, so that they can be restored if the process ends at any
-moment. A file has one or more steps; a new step begins if the file was edited since the last one.
+The journal is written before the files, so that they can be restored whenever the process ends. A
+file has one or more steps; a new step begins if the file has been edited since the last one.
 Configuration files may contain secrets, so only root can read the directory.
 """
 
@@ -51,7 +51,7 @@ class Journal:
     directories: dict[str, str] = field(default_factory=dict)  # path -> engine, in order
 
     def entry(self, engine: str, path: str) -> ChangedFile | None:
-        """Return the entry of a file."""
+        """Return the entry for a file."""
         return next((e for e in self.engines.get(engine, ()) if e.path == path), None)
 
     def record(

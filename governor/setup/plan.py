@@ -1,4 +1,4 @@
-"""Types and helpers for plans of an engine's files, which `apply` carries out."""
+"""Types and helpers for plans to change an engine's files, which `apply` carries out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN = "# Written by `tidegate setup {0}`; `tidegate setup {0} --undo` takes 
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """Options of the command line for an engine's setup."""
+    """Command-line options for an engine's setup."""
 
     bin_dir: str = "/usr/bin"
     config: str | None = None
@@ -60,7 +60,7 @@ class Validation:
     """
 
     command: tuple[str, ...]
-    # Output on stderr of versions without the command; these are not checked.
+    # What versions without the command print on stderr; with these, nothing is checked.
     unsupported: tuple[str, ...] = ()
     # Returns an error in the command's output, None if there is none.
     check: Callable[[str], str | None] = _accept
@@ -98,7 +98,7 @@ class SetupPlan:
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file of packaging/, from the checkout or as installed."""
+    """Return the text of a file in packaging/, from the checkout or as installed."""
     file = install_paths.shared_file(name)
     if file is not None:
         return file.read_text(encoding="utf-8")
@@ -129,7 +129,7 @@ def table(tree: Any, *path: str) -> dict[str, Any]:
 
 
 def strings(value: Any) -> list[str]:
-    """Return the strings of an array, none if it is not an array."""
+    """Return the strings in an array, none if it is not an array."""
     return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 

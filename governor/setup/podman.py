@@ -165,8 +165,8 @@ def _drop_in(
             return None, now
         names = list(base.directories)
         if asked is not None:
-            # Podman may also read a file that setup does not know. It may add to the list of the
-            # drop-in, or replace it.
+            # Podman may also read a file that setup does not know, and that adds to the drop-in's
+            # list or replaces it.
             names = [d for d in names if d in asked]
             names += [d for d in asked if d not in {*now, *left, directory}]
         names = list(dict.fromkeys([*names, directory]))

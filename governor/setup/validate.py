@@ -15,7 +15,7 @@ from governor.setup.plan import Validation
 if TYPE_CHECKING:
     from governor.setup.apply import Edit
 
-LONGEST = 500  # maximum number of characters shown of an engine's line
+LONGEST = 500  # characters; a line from the engine is shown up to this length
 
 
 def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -> list[str]:

@@ -57,7 +57,7 @@ def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.Com
             errors="replace",
             timeout=TIMEOUT_S,
             env={**ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)},
-            preexec_fn=enter,  # the command has one thread
+            preexec_fn=enter,  # this process has one thread
         )
     except subprocess.SubprocessError as e:
         if isinstance(e, subprocess.TimeoutExpired):

@@ -90,7 +90,7 @@ def write(path: Path, spec: dict[str, Any]) -> None:
     root = Root("/")
     try:
         root.make_directory(str(path.parent.absolute()))
-        # Engines of other users read it as well, so the mode of an existing file is not kept.
+        # Engines that run as other users read it, too, so the mode of an existing file is not kept.
         root.write(str(path.absolute()), data, keep_mode=False)
     except SetupError as e:
         raise SetupError(e.message, hint=f"{e.hint}, or name another --output") from e

@@ -90,8 +90,8 @@ def _main_file(file: Path) -> Path:
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, str | None]:
     """Make the checks that the hook makes before it serves a container from the mirror.
 
-    Return the manifest of the generation in force, and, if there is one, a change since it was made
-    that does not keep containers from starting. Raise HookError for a change that does. `root` is
+    Return the manifest of the generation in force, and a change since it was made with which
+    containers still start, or None. Raise HookError for a change with which they do not. `root` is
     the node's root directory.
     """
     from oci_hook.manifest import (
@@ -208,5 +208,5 @@ def _lines(answer: dict[str, Any]) -> list[str]:
 
 
 def _connection(route: dict[str, Any]) -> str:
-    """Return the connection of two GPUs in the notation of nvidia-smi topo -m."""
+    """Return the connection between two GPUs in the notation of nvidia-smi topo -m."""
     return f"NV{route['nvlinks']}" if route["nvlinks"] else route["pcie"] or "?"

@@ -1,4 +1,4 @@
-"""Decide from samples of NVML whether a container violates its quota.
+"""Decide from NVML's samples whether a container violates its quota.
 
 The module is pure: it uses no clock, driver or file. A sample can be wrong, because its values are
 not read at one instant, and legitimate work is still visible after its grant. Therefore a single
@@ -53,7 +53,7 @@ GONE_NS = 500_000_000
 
 SETTLE_NS = 1_000_000_000
 """NVML's utilisation samples cover up to the last second. For this time after a container had the
-GPU or reported work, samples may be of that work."""
+GPU or reported work, samples may still show that work."""
 SAMPLES = 3
 SAMPLED_NS = 400_000_000
 """Minimum number of samples, and the minimum time that they span, to show that a container without
@@ -202,7 +202,7 @@ class Findings:
 
 
 class _Lasting:
-    """A condition with hysteresis: it begins or ends after it held or was absent for some time."""
+    """A condition with hysteresis: it begins or ends once it has held or been absent for a while."""
 
     def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
         self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns
@@ -240,8 +240,8 @@ class _Sum:
     def observe(self, now_ns: int, rate: float) -> bool:
         """Return whether the condition lasts; `rate`, which fills the bucket, is 0 if it is absent.
 
-        It lasts from the sample with which the bucket is full until the condition has been absent
-        for `end_ns`. The bucket is not emptied then, but only leaks, and the condition begins again
+        It lasts from the sample that fills the bucket until the condition has been absent for
+        `end_ns`. The bucket is not emptied then, but only leaks, and the condition begins again
         once the bucket is full again.
         """
         passed = 0 if self._looked is None else min(now_ns - self._looked, SAMPLE_NS)
@@ -380,5 +380,5 @@ def next_freeze(last_s: float | None) -> float:
 
 
 WATCH_S = 2.5
-"""Time for which a thawed container is watched, in seconds. Any violation shows again within this
-time."""
+"""Time for which a thawed container is watched, in seconds. Any violation shows up again within
+this time."""

@@ -1,6 +1,6 @@
 """Serve the read-only web page of the node, and the JSON data that it shows.
 
-It is served like the metrics: not at all, at a socket, or at a loopback address. Pages of any site
+It is served like the metrics: not at all, on a socket, or on a loopback address. Pages of any site
 in a local browser can send requests to such an address. Therefore the Host of a request must be a
 name that no other host can have (against DNS rebinding), and the request must not come from a page
 of another origin. Names of containers are untrusted text; the page inserts them only as text, which
@@ -46,7 +46,7 @@ STATE, HISTORY = "/api/v1/state", "/api/v1/history"
 SAME_S = 0.25
 """Requests that are less than this time apart, in seconds, get the same numbers."""
 GZIP_FROM = 1024
-"""Size from which an answer is compressed, in bytes."""
+"""Minimum size of an answer that is compressed, in bytes."""
 
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _SINCE = re.compile(r"since=([0-9]{1,12})")
@@ -326,7 +326,7 @@ async def find_names(server: Server) -> None:
                 continue
             owner = container.row.owner
             try:
-                # This runs on a thread, because Docker's and Podman's names are in files.
+                # This runs in a thread, because Docker's and Podman's names are in files.
                 found = await asyncio.to_thread(
                     find_name, container.identifier, owner.bundle, owner.identity
                 )
@@ -355,7 +355,7 @@ async def keep(server: Server, history: History) -> None:
             history.record(
                 time.monotonic_ns(), [use for container in containers for use in uses_of(container)]
             )
-        except Exception as e:  # a failure to show something must not end the governor
+        except Exception as e:  # a failure to show something must not stop the governor
             log.exception("page-data-failed", error=repr(e))
             await asyncio.sleep(STEP_S)
 

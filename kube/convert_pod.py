@@ -16,14 +16,14 @@ from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
 API = "resource.k8s.io/v1"
 
 BLOCK_MIB = 256
-"""Size of one tencent.com/vcuda-memory in MiB."""
+"""Size of one unit of tencent.com/vcuda-memory, in MiB."""
 
 MAX_MIB = 1 << 24
 """Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB. A manifest with 8Gi for this resource is a
 mistake, because the resource is counted in MiB."""
 
 SHARE = 10
-"""Guarantee in percent of a pod without gpucores. By default, HAMi lets ten containers share a
+"""Guarantee, in percent, of a pod without gpucores. By default, HAMi lets ten containers share a
 GPU."""
 
 HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
@@ -150,7 +150,7 @@ def mapping(value: Any) -> dict[Any, Any]:
 
 
 def name_of(value: Any) -> str:
-    """Return a document's name in notes."""
+    """Return the name that notes use for a document."""
     document = mapping(value)
     metadata = mapping(document.get("metadata"))
     name = metadata.get("name") or metadata.get("generateName") or "?"
@@ -312,7 +312,7 @@ class ConvertedPod:
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
 
     def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
-        """Remove the variables that a claim replaces from a container, and note each."""
+        """Remove from a container the variables that a claim replaces, and note each."""
         kept = []
         variables = container.get("env")
         if not isinstance(variables, list):

@@ -1,6 +1,6 @@
 """Coordinates the instances of the DRA driver on one node during an update.
 
-The new instance serves before the old one ends. Kubelets since 1.33 support several plugins of one
+The new instance serves before the old one ends. Since 1.33, kubelets support several plugins of one
 driver if their sockets have different names, and call the one that registered last. Both instances
 may therefore prepare claims. Only one of them publishes and reconciles: of the registered
 instances, the one that was started last.
@@ -180,7 +180,7 @@ class Instance:
             return False
         try:
             others = self.clean()
-        except OSError:  # nothing can be learnt of the others, and this one ends in any case
+        except OSError:  # nothing can be learnt about the others, and this one ends in any case
             return False
         return any(other["registered"] and other["started"] > self._started for other in others)
 

@@ -226,7 +226,7 @@ class DriverLoop:
         self._health.update(conditions)
 
     def _publish(self, answer: Mapping[str, Any], now: float) -> None:
-        # A node that was created again has a new uid, and its slice was deleted with the old one.
+        # A recreated node has a new uid, and its slice was deleted with the old node.
         if self._node_uid is None or not self._publisher.current:
             metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
             self._node_uid = str(metadata["uid"])

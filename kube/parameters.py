@@ -1,4 +1,4 @@
-"""Reads the opaque parameters of a claim, which capacities cannot express.
+"""Reads the opaque parameters of a claim, which state what capacities cannot express.
 
 A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
 wins. `strict: true` and `computeLimit` count as one option: a later occurrence of either replaces

@@ -1,4 +1,4 @@
-"""`tidegate events`: show why starts failed, from the events of hook and governor in the log."""
+"""`tidegate events`: show why starts failed, from the hook's and governor's events in the log."""
 
 from __future__ import annotations
 

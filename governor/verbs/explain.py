@@ -154,7 +154,7 @@ def _container(args: argparse.Namespace) -> _Container:
 
 
 def _volumes(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the directories that a config.json mounts on, without validating it."""
+    """Yield the directories on which a config.json mounts something, without validating it."""
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else []:
         destination = mount.get("destination") if isinstance(mount, dict) else None
@@ -267,7 +267,7 @@ def _prepared(
     yield f"  /{image.target} is where its loader looks first"
     yield f"  {'has an' if image.cache is not None else 'has no'} ld.so.cache"
     if image.target32 is not None:
-        yield f"  /{image.target32} is where 32-bit libraries go, which ld.so.cache leads to"
+        yield f"  /{image.target32} is where 32-bit libraries go; ld.so.cache leads there"
     elif share.compat32 == "offered":  # if they were requested, an error was raised
         yield f"  takes no 32-bit libraries: {image.reason32}"
     plan = plan_container(manifest, share, grant, image)

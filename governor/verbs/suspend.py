@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def change(args: argparse.Namespace, op: str, done: str, options: dict[str, float]) -> int:
-    """Suspend or resume the container of a command line, and print what was done."""
+    """Suspend or resume the container that a command line names, and print what was done."""
     config = node_config(args.config, args.runtime_dir)
     identifier = str(find(args.container, Listing(config).containers())["id"])
     try:

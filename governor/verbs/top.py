@@ -129,7 +129,7 @@ def _lines(look: dict[str, Any]) -> list[str]:
 
 
 def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
-    """Return a line for each GPU: its time and memory in use, and left to grant."""
+    """Return a line for each GPU: its time and memory in use, and what is left to grant."""
     rows = []
     bar = next(length for least, length in BARS if width >= least)
     names = width >= BARS[0][0]

@@ -202,7 +202,7 @@ class Findings:
 
 
 class _Lasting:
-    """A condition with hysteresis: it begins or ends once it has held or been absent for a while."""
+    """A condition with hysteresis: it begins (ends) once it has held (been absent) for a while."""
 
     def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
         self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns

@@ -75,7 +75,7 @@ class Root:
         return real
 
     def read(self, path: str) -> HostFile | None:
-        """Return the regular file at `path`, None if it is missing; raise SetupError for other types."""
+        """Return the regular file at `path`, None if missing; raise SetupError for other types."""
         shown = self.shown(path)
         try:
             real = self.find(path)

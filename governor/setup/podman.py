@@ -181,7 +181,7 @@ def _drop_in(
         text = None  # it was edited, or setup did not write it
     found = _read(root, behind, found)
     if text is None or directory not in found.directories:
-        for_it = "".join(f' for "{old}"' for old in sorted(left & {*found.directories}))
+        for_it = "".join(f' instead of "{old}"' for old in sorted(left & {*found.directories}))
         raise SetupError(
             f"{root.shown(found.by or DROP_IN)} makes Podman read hooks from "
             f"{', '.join(found.directories)}",

@@ -264,7 +264,7 @@ def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatc
     assert setup(root, "podman") == 73
     assert capsys.readouterr().err.endswith(
         f"{CONF} makes Podman read hooks from /usr/share/containers/oci/hooks.d, {FORMER}; "
-        f'write "{HOOKS}" for "{FORMER}" to hooks_dir there, and run it again\n'
+        f'write "{HOOKS}" instead of "{FORMER}" to hooks_dir there, and run it again\n'
     )
     assert snapshot(root) == before
     put(root, CONF, text(root, CONF).replace(FORMER, HOOKS))

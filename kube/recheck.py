@@ -1,10 +1,10 @@
 """Makes kube-scheduler retry pods that it left waiting although a GPU has room.
 
 For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
-the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
+the claim, which its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
 it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
 five minutes. An update of any ResourceSlice, whatever it changes, makes the scheduler try such pods
-again. Therefore an annotation of the slice gets a new value soon after claims were prepared, if a
+again. Therefore an annotation of the slice gets a new value soon after claims are prepared, if a
 GPU still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
@@ -27,8 +27,9 @@ ANNOTATION = f"dra.{DRIVER}/recheck"
 """Annotation of the slice: the number of retries so far, and a digest of the claims at the last
 one."""
 DELAY_S = 1.0
-"""Seconds from the first new claim to the update, so that a waiting pod is retried while the others
-start: after 2.6 to 4.4 s on a cluster of one node, and after 6.7 s with a delay of 5 s."""
+"""Seconds from the first new claim to the update. The delay is short, so that a waiting pod is
+retried while the others start: on a cluster of one node, after 2.6 to 4.4 s (after 6.7 s with a
+delay of 5 s)."""
 INTERVAL_S = 6.0
 """Minimum interval between two updates of a node's slice, in seconds: each makes the scheduler try
 all pods of the cluster that wait for a claim."""
@@ -45,7 +46,7 @@ class Recheck:
         self._covered: frozenset[str] | None = None
         """Claims that an update of the slice covers; None if they are known only by the mark."""
         self._since: float | None = None
-        """Time at which a claim was first seen that no update covers."""
+        """Time at which a claim that no update covers was first seen."""
         self._updated: float | None = None
 
     def forget(self) -> None:
@@ -75,7 +76,7 @@ class Recheck:
         if self._updated is not None and now - self._updated < self._interval:
             return None
         if not room:
-            # If a claim that ends makes room later, its end makes the scheduler retry anyway.
+            # If a claim ends later and makes room, the scheduler retries anyway.
             self._covered = current
             return None
         return f"{count + 1}-{_digest(current)}"

@@ -2,8 +2,8 @@
 
 If the driver is absent or refuses a call, the kubelet does not retry the pod until the pod's next
 resync, 60 to 90 s later, unless the pod changes. So the driver writes the current time into an
-annotation of the pod: after a call has timed out waiting for a temporary condition to pass, and for
-pods that were waiting before the driver was registered, as after a reboot. The driver may change
+annotation of the pod if a call has timed out waiting for a temporary condition to pass, or if the
+pod was already waiting when the driver was registered, as after a reboot. The driver may change
 only that annotation, and only on pods of its own node (packaging/kubernetes/base/resync.yaml).
 """
 
@@ -123,7 +123,7 @@ class Resync:
             self._changed.notify_all()
 
     def _search(self) -> None:
-        """Annotate the node's pods that wait for a claim that the kubelet has not asked for."""
+        """Annotate the node's waiting pods if the kubelet has not asked for one of their claims."""
         try:
             for pod in self._cluster.pods(self._node):
                 if _waits(pod) and self._has_unasked_claim(pod):
@@ -181,8 +181,8 @@ class Resync:
             log.warning(
                 "pods-not-asked-again",
                 message=e.message,
-                hint="pods whose claims were refused wait for the kubelet's next resync, 60 to"
-                " 90 s; the role and policy in packaging/kubernetes/base avoid that",
+                hint="pods whose claims were refused wait 60 to 90 s for the kubelet's next resync;"
+                " the role and policy in packaging/kubernetes/base avoid that",
             )
         elif e.http != 403:
             log.warning("pod-not-asked-again", message=e.message, hint=e.hint)

@@ -1,4 +1,4 @@
-"""Build the ResourceSlice that describes the node's GPUs to the scheduler.
+"""Builds the ResourceSlice that describes the node's GPUs to the scheduler.
 
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
@@ -123,7 +123,7 @@ def _device(
 
 
 def _capacity(value: int, span: tuple[int, int], step: int, usual: int) -> dict[str, Any]:
-    """Return a capacity of which a claim may ask for amounts in a range; `usual` is the default."""
+    """Return a capacity and the range that a claim may ask for; `usual` is the default."""
     least, most = span
 
     def show(number: int) -> str:
@@ -173,7 +173,7 @@ def _attributes(
 
 
 def _short(text: str) -> str:
-    """Return a text cut to the 64 bytes that the API server takes, without a partial character."""
+    """Cut a text to the 64 bytes that the API server accepts, without a partial character."""
     return text.encode(errors="replace")[:64].decode(errors="ignore")
 
 
@@ -195,7 +195,7 @@ def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> i
 
 
 def semantic_version(text: str) -> str | None:
-    """Return a version in semver notation (580.159.4 for `580.159.04`); None if it is not one."""
+    """Return a version in semver notation (580.159.4 for `580.159.04`), or None if invalid."""
     parts = text.split(".")
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
         return None

@@ -115,7 +115,7 @@ def _require_small(root: yaml.Node) -> None:
 
 
 def _twice(root: yaml.Node) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once, in the form `key in line 7`."""
+    """Yield the keys that a mapping has more than once, in the form `key on line 7`."""
     waiting, looked = [root], set()
     while waiting:
         node = waiting.pop()
@@ -128,7 +128,7 @@ def _twice(root: yaml.Node) -> Iterator[str]:
                 name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
                 if name in seen and name not in said and name is not None and key.value != "<<":
                     said.add(name)
-                    yield f"{key.value} in line {key.start_mark.line + 1}"
+                    yield f"{key.value} on line {key.start_mark.line + 1}"
                 seen.add(name)
         waiting += _children(node)
 

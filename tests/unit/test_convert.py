@@ -264,10 +264,10 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ("        memory: 1Gi\n        memory: 2Gi\n", "memory in line 10"),
-        ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu in line 9"),
+        ("        memory: 1Gi\n        memory: 2Gi\n", "memory on line 10"),
+        ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu on line 9"),
         # With this key, no request for a GPU is left: nothing is changed, but the key is reported.
-        ("spec: {nodeName: b}\n", "spec in line 9"),
+        ("spec: {nodeName: b}\n", "spec on line 9"),
     ],
 )
 def test_a_duplicate_key_is_reported(more: str, key: str) -> None:

@@ -17,7 +17,7 @@
 
 #include <string.h>
 
-#define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* no governor samples if the heartbeat is older */
+#define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* the governor is away if the heartbeat is older */
 #define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest time that a refusal waits for samples */
 #define ACCOUNT_LONG_NS     (1200 * NS_PER_MS) /* the same, for a rare long wait */
 #define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* interval between long waits without a result */
@@ -204,9 +204,9 @@ void account_hide(int device, uint64_t size, bool hidden)
 }
 
 /*
- * Notes that a call is under way that takes or gives back `size` charged bytes. Until
- * account_landed() it is not known whether the driver has them. Called before a claim, and before a
- * block is given back.
+ * Notes that a call under way takes or gives back `size` charged bytes. Until account_landed() it
+ * is not known whether the driver has them. Called before a claim, and before a block is given
+ * back.
  */
 void account_moves(int device, uint64_t size, bool unseen)
 {
@@ -392,8 +392,8 @@ static cold bool account_await_room(int device, uint64_t size, bool unseen)
     }
 }
 
-/* Tries to make room: gives back what pools hold unused, and waits for samples that may show what
- * the driver gave back. */
+/* Tries to make room: gives back the unused memory of pools, and waits for samples that may show
+ * what the driver gave back. */
 static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
     int saved = errno;

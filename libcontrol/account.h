@@ -100,7 +100,7 @@ struct account_charge {
     uint64_t claimed; /* bytes of the call that is under way */
     uint64_t taking;  /* bytes that the driver is about to take on its own */
     bool inside;      /* the call keeps parked memory from moving until it ends */
-    bool shared;      /* the call ends one of several openings of the block */
+    bool shared;      /* the call closes a block that is open more than once */
 };
 
 /* What the container uses of a GPU, and its quota, in bytes. The use is what its processes are
@@ -125,7 +125,7 @@ void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);
 
-/* Note that the driver takes memory on its own, or gives it back. The amount counts until the
+/* Record that the driver takes memory on its own, or gives it back. The amount counts until the
  * governor has sampled. */
 void account_driver_takes(int device, uint64_t size);
 void account_driver_gives(int device, uint64_t size);

@@ -85,7 +85,7 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     arbiter->tenants[tenant].want = false;
 }
 
-/* Records whether work of a tenant that outlasts its grant is running from now on. */
+/* Records that work of a tenant outlasts its grant from now on, or no longer does. */
 void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
@@ -125,7 +125,7 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
     if (!t->absent)
         return;
     t->absent = false;
-    /* For what it is owed, the container counts as having been asleep. */
+    /* What it is owed is computed as if it had been asleep. */
     t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
 }
 
@@ -194,7 +194,7 @@ void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
         t->busy_seen = t->busy_told;
 }
 
-/* Records that the holder watches work of this grant that still runs, so it is not stuck. */
+/* Records that the holder still watches running work of this grant, and so is not stuck. */
 void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
 {
     if (alive_ns > arbiter->alive)

@@ -202,7 +202,7 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
             t->unsettled_beside += (double)arbiter->config.beside_ns;
         /* If no other container waited, none could have used the time that was left unused.
          * Otherwise the allowance grows in proportion to the time since the last grant, and by one
-         * hand-over at most, so shorter grants do not add up to a larger one. */
+         * hand-over at most, so shorter grants do not add up to a larger allowance. */
         believed = believed < (double)arbiter->config.overhead_ns
                        ? believed
                        : (double)arbiter->config.overhead_ns;
@@ -249,8 +249,8 @@ void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
 
 /* Cancels what all containers are owed in common. Where hand-overs and pauses leave less GPU time
  * than is owed, the time for which all containers wait is owed to none of them, so that the bound
- * on what a container is owed does not erase the differences between them. Time for which work that
- * outlasts its grant kept them waiting is not cancelled, because the container that caused it pays
+ * on what a container is owed does not erase the differences between them. The time for which they
+ * waited because of work that outlasts its grant is not cancelled: the container of that work pays
  * for it later. */
 void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant *except)
 {

@@ -101,7 +101,7 @@ double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *
     return clamp(cost * demand / (1 - demand), least, max(least, most));
 }
 
-/* Whether it is worth a hand-over to end the holder's grant at `at`: whether `t` will then be far
+/* Whether ending the holder's grant at `at` is worth a hand-over: whether `t` will then be far
  * enough behind the holder, if the holder works until then. */
 bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
 {
@@ -133,8 +133,8 @@ uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
     return first;
 }
 
-/* Returns the earliest time at which a tenant other than `except` that wants the GPU may have it. A
- * barred tenant is skipped: it may have the GPU when its gang's turn comes. */
+/* Returns the earliest time at which a tenant that wants the GPU, other than `except`, may have it.
+ * A barred tenant is skipped: it may have the GPU when its gang's turn comes. */
 uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;
@@ -152,7 +152,7 @@ uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int3
     return best > (double)now ? (uint64_t)best + 1 : now;
 }
 
-/* Whether a tenant other than the holder wants the GPU, and may have it by its quota, but has to
+/* Whether a tenant other than the holder wants the GPU and its quota allows that, but it has to
  * wait for its turn. */
 bool arbiter_has_barred(const struct arbiter *arbiter, double now)
 {

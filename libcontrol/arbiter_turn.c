@@ -8,10 +8,10 @@
 
 #include <string.h>
 
-/* Returns the time from which the tenant goes before all waiting containers and the holder's grant
- * is over. The holder's work runs until then, whatever is decided: a turn that began earlier would
- * wait for a different time on each GPU, and work on the first of them would spin. Returns
- * ARBITER_NEVER if a waiting container goes before the tenant. */
+/* Returns the time at which the holder's grant is over, if the tenant goes before all waiting
+ * containers, and otherwise ARBITER_NEVER. The holder's work runs until then, whatever is decided:
+ * a turn that began earlier would be delayed by a different time on each GPU, and work on the first
+ * of them would spin. */
 static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
 {
     const struct tenant *t = &arbiter->tenants[tenant];
@@ -105,13 +105,13 @@ void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_
     t->turn = *turn;
 }
 
-/* Whether a tenant's GPUs are granted together, by the last arbiter_turn(). */
+/* Whether a tenant's GPUs are granted together, according to the last arbiter_turn(). */
 bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
 {
     return arbiter->tenants[tenant].turn.role != ARBITER_ALONE;
 }
 
-/* Makes grants that begin from now on end by `at`, but not before they have lasted SLICE_NS. */
+/* Limits later grants: they end by `at`, but last at least SLICE_NS. */
 void arbiter_align(struct arbiter *arbiter, uint64_t at)
 {
     arbiter->align = at;

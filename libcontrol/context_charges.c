@@ -22,8 +22,8 @@ cold void context_log_ungoverned(void)
 
     if (pages_slot() && !atomic_exchange_acq_rel(&logged, 1))
         control_log("this process uses a GPU that was not granted to its container, and is not "
-                    "governed there: set CUDA_VISIBLE_DEVICES to what " PAGES_DIRECTORY
-                    "/devices says");
+                    "governed there: set CUDA_VISIBLE_DEVICES to the value in " PAGES_DIRECTORY
+                    "/devices");
 }
 
 bool context_begin(struct account_charge *charge, CUdevice dev)
@@ -101,9 +101,9 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 }
 
 /*
- * 64 streams took 35.7 MB of an H200. The driver keeps what a stream took for the next one, at
- * least for a while, and a sample shows whether it does. The end of a stream is reported as well,
- * so streams that come and go do not add up.
+ * 64 streams took 35.7 MB of an H200. When a stream ends, the driver keeps its memory for the next
+ * one, at least for a while, and a sample shows whether it does. The end of a stream is reported as
+ * well, so streams that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)
 

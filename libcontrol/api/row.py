@@ -1,10 +1,10 @@
 """The type of a row of the API table: a function of the driver API and its method.
 
 - `gate`     starts work on the GPU, and may do so only while the container has the grant. `key` is
-             the expression that identifies the work (its duration is learned under it), `blocks`
-             distinguishes sizes of the same work, and `stream` is the stream that it is put into.
-             `before` is an expression that may refuse the call, and `after` follows the call. The
-             fast path skips both, and no launch takes it while `needed` is true.
+             the expression that identifies the work and under which its duration is learned,
+             `blocks` distinguishes sizes of the same work, and `stream` is the stream to which the
+             work is submitted. `before` is an expression that may refuse the call, and `after`
+             follows the call. The fast path skips both, and is not taken while `needed` is true.
 - `copy`     copies or fills: `copy` is an expression for its size and direction (copies.h). A copy
              or fill within the GPU's memory passes the gate. Others are counted, and so are small
              copies by calls that do not name the direction.

@@ -326,7 +326,7 @@ def test_a_program_on_a_gpu_that_was_not_granted_gets_a_message(node: BenchNode)
     assert len(finish(node, container, warnings=1)) == 3
     assert (
         "tidegate: this process uses a GPU that was not granted to its container, and is not "
-        "governed there: set CUDA_VISIBLE_DEVICES to what /run/tidegate/devices says\n"
+        "governed there: set CUDA_VISIBLE_DEVICES to the value in /run/tidegate/devices\n"
     ) in container.output
 
 

@@ -42,7 +42,7 @@ void account_unrelax(CUstreamCaptureMode *mode)
 /* The container's use of a GPU. */
 struct use {
     uint64_t sum;     /* what is charged, what the driver took, and what is provisional */
-    uint64_t least;   /* what is charged, and the least that the driver took by the last sample */
+    uint64_t least;   /* what is charged, and the least the driver had taken at the last sample */
     uint64_t sampled; /* when that sample began */
     bool due;         /* a sample is due: the driver may have taken or returned memory since then */
 };

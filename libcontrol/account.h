@@ -167,7 +167,7 @@ extern struct account_above {
  * regularly. */
 void account_refresh(int device);
 
-/* Starts the helper of a GPU even if nothing was launched there yet. */
+/* Starts the helper of a GPU even if nothing has been launched there yet. */
 static inline void account_watch(int device)
 {
     account_above.watch(device);

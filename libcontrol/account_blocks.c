@@ -166,8 +166,8 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
     blocks_unlock(charge->kind, key);
 }
 
-/* One of several openings of a block has ended. Other threads may have ended the others while the
- * driver was called, so the block may have to be refunded. */
+/* A block that was open more than once has been closed once. Other threads may have closed it too
+ * while the driver was called, so it may have to be refunded. */
 static void account_closed(const struct account_charge *charge, uint64_t key)
 {
     struct block *block = blocks_lock(charge->kind, key);

@@ -12,7 +12,7 @@
 struct context {
     CUcontext handle; /* NULL: free, or about to be destroyed */
     int device;
-    uint32_t n_users; /* 1, plus calls of cuCtxAttach; 0: the entry is free */
+    uint32_t n_users; /* 1, plus calls to cuCtxAttach; 0: the entry is free */
     uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 };
 

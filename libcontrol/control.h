@@ -247,7 +247,7 @@ extern uint32_t
 
 enum gate_capture {
     GATE_CAPTURE_NEW,
-    GATE_CAPTURE_KNOWN,   /* the stream captures already */
+    GATE_CAPTURE_KNOWN,   /* the stream is already capturing */
     GATE_CAPTURE_REFUSED, /* it could not be followed, and must not begin */
 };
 
@@ -256,7 +256,7 @@ void gate_capture_end(CUstream stream);
 void gate_join_begin(void);
 void gate_join_end(void);
 void gate_after_fork(void);
-void gate_watch(int device); /* starts the helper even if nothing was launched yet */
+void gate_watch(int device); /* starts the helper even if nothing has been launched yet */
 
 static inline uint64_t gate_blocks(unsigned x, unsigned y, unsigned z)
 {

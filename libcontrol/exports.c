@@ -176,9 +176,9 @@ static bool watch_start(void)
 }
 
 /* Watches the descriptor of an exported allocation, to which the caller holds a reference. Returns
- * 0, -EPERM if the descriptor cannot be polled, so that its end cannot be noticed, or another
- * negative errno. After any other error, the descriptor counts as open for ever if `for_ever` is
- * true; otherwise the caller has to close it. */
+ * 0; or -EPERM if the descriptor cannot be polled, so its end cannot be noticed; or another
+ * negative errno. After an error other than -EPERM, the descriptor counts as open for ever if
+ * `for_ever` is true; otherwise the caller has to close it. */
 cold long exports_follow(uint64_t handle, int fd, bool for_ever)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};

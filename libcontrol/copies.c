@@ -1,6 +1,6 @@
 /*
- * Gates or counts copies and fills. Those within the GPU's memory are work, like kernels, and pass the
- * gate. Those to and from the host are only counted, and so are small copies by calls that do
+ * Gates or counts copies and fills. Those within the GPU's memory are work, like kernels, and pass
+ * the gate. Those to and from the host are only counted, and so are small copies by calls that do
  * not name the direction, because the driver would have to be queried for it.
  *
  * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the

@@ -240,7 +240,7 @@ static void begin_turn(struct gangs *gangs, struct gang *g)
     }
     g->turn = true;
     g->contended = true;
-    /* Beginning and ending a turn on several GPUs costs more, so it is as long as the longest
+    /* Beginning and ending a turn on several GPUs costs more, so a turn is as long as the longest
      * grant. */
     g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
@@ -486,8 +486,7 @@ static void set_turn(struct gangs *gangs, const struct gang *g, const struct mem
 }
 
 /* Whether a gang still holds a GPU long after the end of its turn, or of its grant if it has no
- * turn, and waits for another GPU. Another gang may hold the GPU that it waits for, and wait for
- * the GPU that it holds. */
+ * turn, and waits for another GPU. Another gang may hold the other GPU and wait for this one. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;

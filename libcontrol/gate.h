@@ -20,7 +20,7 @@
 #define GATE_CROSSED   64 /* eras without a dependency between streams until work is held again */
 #define GATE_PAUSE_NS                                                                              \
     (30 * NS_PER_US) /* a shorter idle time is not a pause: launches follow each other */
-#define GATE_LOST_NS  (1000 * NS_PER_MS) /* age of a heartbeat at which the governor is lost */
+#define GATE_LOST_NS  (1000 * NS_PER_MS) /* the governor counts as lost if its heartbeat is older */
 #define GATE_LOCAL_NS (4 * NS_PER_MS)    /* length of the grants that a container gives itself */
 
 /* A word of pinned memory on which the held streams of a context wait. */
@@ -37,7 +37,7 @@ struct gate {
     bool released;  /* the grant was given back */
     bool drained;   /* the ends of the streams' work were marked when the grant ended */
     bool passing;   /* the grant is open: launches use passes and are not tracked */
-    bool blind;     /* such launches were made, and their ends are not marked yet */
+    bool blind;     /* such launches were made, and their ends have not been marked yet */
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is querying the oldest marker */
     uint32_t epoch;
@@ -48,7 +48,7 @@ struct gate {
     unsigned n_entering[2];
     uint64_t entering_ns; /* when the last of these threads arrived */
     uint64_t last_launch;
-    uint64_t granted_ns; /* average planned length of grants; 0: none was given back yet */
+    uint64_t granted_ns; /* average planned length of grants; 0: none has been given back yet */
     uint64_t pause_ns;   /* average of the pauses in which the program leaves the GPU idle */
     /* When the GPU went to others although work had not ended; 0: the work has ended, or was found
      * to be long. */

@@ -1,5 +1,5 @@
 /*
- * Keeps track of captures: streams that record a graph of what is launched into them.
+ * Keeps track of captures, in which a stream records what is launched into it as a graph.
  *
  * Streams that capture are neither gated nor marked. Every driver call that the library adds is
  * made in relaxed capture mode (gate_visit_begin()), because in the other modes it would invalidate

@@ -3,10 +3,10 @@
  *
  * The driver backs the addresses of such nodes from one pool per GPU, at the first launch or the
  * upload of an executable graph, and keeps the memory until cuDeviceGraphMemTrim. What that pool
- * holds is charged (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, 7 ns on an H200). What an executable
- * graph may need is known when it is instantiated. The driver gives the same address to nodes that
- * can share memory, so the need is the union of their ranges. A graph with such nodes can be
- * instantiated only once, and cannot be cloned.
+ * holds is charged (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT; a query takes 7 ns on an H200). What an
+ * executable graph may need is known when it is instantiated. The driver gives the same address to
+ * nodes that can share memory, so the need is the union of their ranges. A graph with such nodes
+ * can be instantiated only once, and cannot be cloned.
  */
 #include "parking.h"
 

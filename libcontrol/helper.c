@@ -1,10 +1,10 @@
 /*
  * The helper: one thread per GPU that watches the grant for the application.
  *
- * It lets held work run when a grant begins, and it gives the grant back: at the deadline, as soon
- * as no more than `lookahead_ns` of work is left, so that the next container's work begins while
- * the last work of this one drains; or when nothing was launched for `idle_release_ns` while
- * another container waits.
+ * It lets held work run when a grant begins. It gives the grant back at its end, as soon as no more
+ * than `lookahead_ns` of work is left, so that the next container's work begins while the last work
+ * of this one drains. It gives the grant back earlier if another container waits and nothing has
+ * been launched for `idle_release_ns`.
  */
 #include "gate.h"
 #include "parking.h"
@@ -34,7 +34,7 @@
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
 #define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
 #define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited recently */
-#define HELPER_MET_NS     (100 * NS_PER_MS) /* time in which work that waited ends, see above */
+#define HELPER_MET_NS     (100 * NS_PER_MS) /* work that waited ends within this time: see above */
 #define HELPER_MEMORY     64                /* grants for which either finding is remembered */
 #define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
 #define HELPER_TRIALS     64 /* at least one in this many times is a trial; at first, more are */
@@ -79,7 +79,7 @@ static void helper_learn(struct gate *g, bool waited)
         g->n_tries = 0;
 }
 
-/* Notes that the GPU goes to others although what runs there has not ended. */
+/* Notes that the GPU goes to others although the work that runs there has not ended. */
 static void helper_give_up(struct gate *g, uint64_t now)
 {
     uint32_t oldest = g->queue.n_markers ? g->queue.markers[g->queue.head].serial : 0;
@@ -196,8 +196,8 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     g->blind = false;
 }
 
-/* Handles a grant that is not used yet: the thread that requested it is slow, or no longer waits.
- * In the latter case the grant is given back. */
+/* Handles a grant that has not been used yet: the thread that requested it is slow, or no longer
+ * waits. In the latter case the grant is given back. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -410,11 +410,10 @@ static void *helper_run(void *argument)
 }
 
 /*
- * The process ends by exit(). The library's destructors run before the driver's own. When the
- * latter run, no helper may be in one of the driver's functions, and no work may still be held,
- * because no helper would let it run. Destructors of other libraries may still launch afterwards.
- * The call of exit() may have interrupted a thread that holds the lock, so nothing here waits for
- * ever.
+ * Runs during exit(). The library's destructors run before the driver's own. When the latter run, no
+ * helper may be in one of the driver's functions, and no work may still be held, because no helper
+ * would let it run. Destructors of other libraries may still launch afterwards. The call to exit()
+ * may have interrupted a thread that holds the lock, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {

@@ -21,7 +21,7 @@ N_SLOTS = 64
 """Maximum number of processes of one container that use the GPU at the same time."""
 
 N_UNKNOWN = 16
-"""Maximum number of functions unknown to the control library that one container's ledger names."""
+"""Maximum number of functions that one container's ledger names as unknown to the library."""
 UNKNOWN_SIZE = 48
 """Size in bytes of the entry for such a name, including the terminating null byte."""
 
@@ -283,13 +283,13 @@ LEDGER_SLOT_DEVICES = 128
 LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
 
 OPEN = 2**64 - 1
-"""`deadline_ns` of a grant without end: no other container waits and no cap applies."""
+"""`deadline_ns` of an open grant: no other container waits and no cap applies."""
 
 NO_SLOT = 2**32 - 1
 """The answer to a process that cannot be given a slot; no descriptor comes with it."""
 
 ARENA_PIECE = 64 << 20
-"""Host memory for parked memory is made ready, and pinned, in pieces of this size, in bytes."""
+"""Host memory for parked memory is prepared and pinned in pieces of this size, in bytes."""
 
 REGISTER = b"r"
 """First byte that a process sends to request a slot."""

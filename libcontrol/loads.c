@@ -49,7 +49,7 @@ static void read_free_and_charged(int device, size_t *free_bytes, uint64_t *char
 }
 
 /* Reads how much memory belongs to no process, and the number of processes, both from the same
- * sample. Returns false if there was no sample yet. */
+ * sample. Returns false if there has been no sample yet. */
 static bool read_unattributed(const struct grant_device *grant, uint64_t *unattributed,
                               uint32_t *n_processes)
 {
@@ -67,8 +67,8 @@ static bool read_unattributed(const struct grant_device *grant, uint64_t *unattr
     return sampled;
 }
 
-/* A load begins when the container's memory is on the GPU. It may take seconds, so memory may be
- * parked during the load. */
+/* A load begins only when the container's memory is on the GPU. It may take seconds, so memory may
+ * be parked during the load. */
 void load_begin(struct load *load)
 {
     if (parking_applies())
@@ -256,8 +256,8 @@ uint64_t loaded_forget(uint64_t handle)
 
 /*
  * The driver gives back what is unloaded, or keeps it for the next load. The governor's next sample
- * shows which. While no governor samples, the library measures it, because nothing else would ever
- * lower the sum of the loads.
+ * shows which. While no governor is sampling, the library measures what was given back, because
+ * nothing else would ever lower the sum of the loads.
  */
 void unload_begin(struct load *load)
 {

@@ -119,7 +119,7 @@ void lookups_after_fork(void)
     names_lock.word = 0;
 }
 
-/* The name of a form that is not hooked is followed by the version that was requested. */
+/* For a form that is not hooked, the requested version follows the name. */
 static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
 {
     char name[LAYOUT_UNKNOWN_SIZE] = {0};
@@ -153,7 +153,7 @@ static cold void lookup_log(const char *symbol)
 
 /* ---- answers ---- */
 
-/* Decides on an answer of the driver. Returns whether the program gets it, as it is or replaced. */
+/* Decides on an answer from the driver. Returns whether the program gets it, replaced or not. */
 static bool lookup_passes(const char *symbol, void **pfn, int version)
 {
     struct ledger_slot *slot = pages_slot();

@@ -3,8 +3,8 @@
  *
  * Neither takes any memory itself. Memory that is bound to either stays allocated until it is
  * unbound or the object ends. A multicast object ends like an allocation: with the last of its
- * references and mappings. A logical endpoint is destroyed by its number, which ends this process's
- * bindings.
+ * references and mappings. A logical endpoint is destroyed by its number, and this process's
+ * bindings end with it.
  */
 #include "bindings.h"
 #include "parking.h"

@@ -9,7 +9,7 @@
 
 #define NVML_EXPORT __attribute__((visibility("default")))
 
-/* nvml.c */
+/* nvml_origin.c */
 extern struct real_nvml real;
 extern nvmlReturn_t (*real_uuid)(nvmlDevice_t device, char *uuid, unsigned int length);
 

@@ -1,7 +1,7 @@
 /*
  * Wraps what the control library and the arbiter need from the operating system and the compiler.
  *
- * The library is mapped into foreign processes, in images with any glibc from 2.17 on. Symbols that
+ * The library is mapped into foreign processes, in images with glibc 2.17 or newer. Symbols that
  * moved between glibc's libraries are therefore bound to their oldest version here. System calls
  * are made directly, because errno belongs to the application and because most of glibc's wrappers
  * are cancellation points: they would end a cancelled thread while it holds a lock.

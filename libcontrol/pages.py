@@ -1,4 +1,4 @@
-"""Read and write the grant page and the ledger, as `libcontrol.layout` describes them.
+"""Reads and writes the grant page and the ledger, as `libcontrol.layout` describes them.
 
 A ledger is written by the container, so it is not trusted: a value read from it is a number of
 known width and nothing more, and the caller checks its bounds.
@@ -15,7 +15,7 @@ from libcontrol import layout
 
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
 # Numbers in native order (both architectures are little-endian) are written by one store of their
-# width. Those of a fixed order are written byte by byte, and another process could see a torn
+# width. Those in a fixed order are written byte by byte, and another process could see a torn
 # value.
 _NATIVE = "@"
 _NUMBERS = {name: struct.Struct(_NATIVE + code) for name, code in _CODES.items()}
@@ -138,7 +138,7 @@ def write_usage(
     sequence = (read(page, at, "usage_header", "sequence") + 1) & 0xFFFFFFFE
     write(page, at, "usage_header", "sequence", sequence | 1)
     if _fence is not None:
-        _fence()  # no entry before the odd number
+        _fence()  # no entry is stored before the odd number
     first = layout.GRANT_USAGE_ENTRIES
     page[first : first + layout.N_SLOTS * layout.USAGE_ENTRY.size] = packed.ljust(
         layout.N_SLOTS * layout.USAGE_ENTRY.size, b"\0"

@@ -193,7 +193,7 @@ class Allocations:
 
 
 def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a call that gives a unit to two containers: each would get all of its units."""
+    """Refuse a call that gives a unit to two containers: each would get the whole unit."""
     for number, units in enumerate(wanted):
         for other in wanted[:number]:
             if units.overlaps(other):
@@ -231,7 +231,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Return options: GetPreferredAllocation is implemented, PreStartContainer not needed."""
+        """Announce that GetPreferredAllocation is implemented and PreStartContainer not needed."""
         return messages.DevicePluginOptions(get_preferred_allocation_available=True)
 
     def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
@@ -282,7 +282,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
         return response
 
     def PreStartContainer(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Do nothing; according to the plugin's options the kubelet does not call it."""
+        """Do nothing; because of the plugin's options, the kubelet does not call it."""
         return messages.PreStartContainerResponse()
 
 

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 ANNOTATION = f"dra.{DRIVER}/prepare-again"
 """The annotation. It is not below `tidegate.gpu/`, where the hook refuses unknown names."""
 AFTER_S = 1.0
-"""Seconds from a refusal to the annotation, so that the kubelet processes its answer first."""
+"""Seconds from a refusal to the annotation, so that the kubelet processes the refusal first."""
 SEARCH_DELAYS_S = (0.3, 3.0, 9.0)
 """Seconds from a registration to each search for waiting pods: a kubelet that has just started
 reports its pods late."""
@@ -200,7 +200,7 @@ def _waits(pod: Mapping[str, Any]) -> bool:
 
 
 def _claims(pod: Mapping[str, Any]) -> list[str]:
-    """Return the names of a pod's claims that exist already."""
+    """Return the names of a pod's existing claims."""
     names = [
         one.get("resourceClaimName") for one in (pod.get("spec") or {}).get("resourceClaims") or ()
     ]

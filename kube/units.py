@@ -1,8 +1,8 @@
 """Maps the device plugin's units, each a GiB of a GPU's memory, to claims.
 
 The kubelet allocates units and never reports when they are free again. But a unit has only one
-owner: when it is given to a container, the container that had it before has ended. The same is true
-of a claim that overlaps a new one. The functions are pure.
+owner: when it is given to a container, the container that had it before has ended. Likewise, when a
+new claim overlaps an old one, the old one's container has ended. The functions are pure.
 """
 
 from __future__ import annotations

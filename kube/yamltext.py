@@ -172,7 +172,7 @@ def unshared(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, including type and order: 1 is not true."""
+    """Return whether two values are the same, including type and order: 1 differs from true."""
     return repr(one) == repr(other)
 
 

@@ -80,8 +80,7 @@ static uint64_t slab_leave(uint64_t address)
     return ACCOUNT_UNIT;
 }
 
-/* A block in a slab that exists already needs no additional charge. Returns the bytes to give
- * back. */
+/* A block in an existing slab needs no additional charge. Returns the bytes to give back. */
 static uint64_t slab_enter(const struct account_charge *charge, uint64_t address)
 {
     uint64_t base = address & ~(ACCOUNT_UNIT - 1);

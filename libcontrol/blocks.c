@@ -103,7 +103,7 @@ bool blocks_add(const struct block *block)
 }
 
 /* Entries after the removed one move up if that brings them nearer to the position that their hash
- * gives. */
+ * selects. */
 void blocks_remove(struct block *block)
 {
     struct part *part = part_of(block->kind, block->key);

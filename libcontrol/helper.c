@@ -410,10 +410,10 @@ static void *helper_run(void *argument)
 }
 
 /*
- * Runs during exit(). The library's destructors run before the driver's own. When the latter run, no
- * helper may be in one of the driver's functions, and no work may still be held, because no helper
- * would let it run. Destructors of other libraries may still launch afterwards. The call to exit()
- * may have interrupted a thread that holds the lock, so nothing here waits for ever.
+ * Runs during exit(). The library's destructors run before the driver's own. When the latter run,
+ * no helper may be in one of the driver's functions, and no work may still be held, because no
+ * helper would let it run. Destructors of other libraries may still launch afterwards. The call to
+ * exit() may have interrupted a thread that holds the lock, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {

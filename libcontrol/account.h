@@ -211,9 +211,9 @@ void pools_after_fork(void);
 /* ---- graphs.c ---- */
 
 /*
- * Around a launch of an executable graph, called by the code that lets it through:
- * account_graph_before() before it, and account_graph_after() after it whatever its result, unless
- * the first call refused the launch. Each costs one load while no graph of the process owns memory.
+ * Around a launch of an executable graph, called by the code that lets the launch through:
+ * account_graph_before() precedes it, and account_graph_after() follows whatever its result, unless
+ * the first call refused it. Each costs one load while no graph of the process owns memory.
  */
 CUresult account_graph_before(CUgraphExec exec);
 void account_graph_after(CUgraphExec exec);

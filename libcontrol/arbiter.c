@@ -65,8 +65,8 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
 }
 
 /* Takes over the number of an earlier arbiter's grant, as read from a page. Later grants are
- * numbered beyond it, because the number distinguishes two grants. Numbers wrap around: the later
- * of two is less than half the range ahead of the other. */
+ * numbered from there, because grants are distinguished by their numbers. Numbers wrap around: the
+ * later of two is less than half the range ahead of the other. */
 void arbiter_begin(struct arbiter *arbiter, uint32_t epoch)
 {
     if (epoch && (!arbiter->newest || (int32_t)(epoch - arbiter->newest) > 0))

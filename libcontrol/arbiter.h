@@ -5,7 +5,7 @@
  * events; arbiter_step() returns the decision and the time of the next call. A test can therefore
  * simulate hours on a virtual clock in milliseconds, and `runner.c` uses the real clock.
  *
- * Times are nanoseconds, shares are parts per million of the GPU.
+ * Times are in nanoseconds, and shares in parts per million of the GPU.
  *
  * Each container has a theoretical arrival time (the GCRA of ATM networks): the time at which
  * everything it has used is paid for at its guaranteed rate. The container is owed GPU time while
@@ -71,7 +71,7 @@ struct arbiter_stats {
  * until the turn ends; outside of it, it waits.
  */
 enum arbiter_role {
-    ARBITER_ALONE, /* it is treated as if it had this GPU only */
+    ARBITER_ALONE, /* it is treated as if it had only this GPU */
     ARBITER_BARRED,
     ARBITER_CALLED,
 };

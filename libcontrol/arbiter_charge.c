@@ -7,7 +7,7 @@
  */
 #include "arbiter_state.h"
 
-#define MAX_CARRY_NS     20000000.0 /* maximum of a late report that is carried over */
+#define MAX_CARRY_NS     20000000.0 /* largest part of a late report that is carried over */
 #define IMPATIENT_GRANTS 64         /* grants not waited for after a long one with little work */
 #define ALLOWANCE_GRANTS 20         /* allowances that may add up, for unusually long hand-overs */
 #define BELIEVED    0.25 /* part of its share that a container may gain by reporting too little */

@@ -102,8 +102,8 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 
 /*
  * 64 streams took 35.7 MB of an H200. When a stream ends, the driver keeps its memory for the next
- * one, at least for a while, and a sample shows whether it does. The end of a stream is reported as
- * well, so streams that come and go do not add up.
+ * one, at least for a while, and a sample shows whether it still does. The end of a stream is
+ * reported as well, so streams that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)
 

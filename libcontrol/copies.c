@@ -148,10 +148,10 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p)
     return p ? COPY_3D(p) : copy_nothing;
 }
 
-/* Counts all copies of a call as one copy, of the size of those within the device. Small copies are
- * included if they add up to COPY_SMALL or more. Once a small copy is found to be within the
- * device, the other small copies are assumed to be within it too, so that the driver is not queried
- * twice for each. */
+/* Counts all copies of a call as one copy with the total size of those within the device. Small
+ * copies are included if they add up to COPY_SMALL or more. Once a small copy is found to be within
+ * the device, the other small copies are assumed to be within it too, so that the driver is not
+ * queried twice for each. */
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count)
 {

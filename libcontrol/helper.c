@@ -28,8 +28,8 @@
  * Work that is this much later than it should be is presumably waiting for something, possibly for
  * a container that is itself waiting for the GPU: a collective's kernel spins until another
  * container runs its counterpart. If the work ends soon after others had the GPU, it was waiting,
- * and the next time the GPU is given back sooner. If it does not, it is long, and long work is
- * waited for.
+ * and next time the GPU is given back sooner. Otherwise the work is long, and long work is waited
+ * for.
  */
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
 #define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */

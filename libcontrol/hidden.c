@@ -13,7 +13,7 @@
 
 static bool hidden_any; /* a module or library has memory that NVML does not attribute */
 
-/* A load, while it is not known how much of its memory NVML attributes to no process. */
+/* A load for which it is not yet known how much memory NVML attributes to no process. */
 struct open_load {
     uint64_t handle; /* 0: none */
     uint8_t owner;

@@ -1,6 +1,6 @@
 /*
  * Runs, in a fixed order, what the parts of the library have to do when the library is loaded, when
- * the process forks, when memory is short, and when a helper queries the driver for changes.
+ * the process forks, when memory runs short, and when a helper queries the driver for changes.
  *
  * No other file refers to this one. Lower layers call higher ones through pointers that are set
  * here, so that no two files need each other.

@@ -1,6 +1,6 @@
 /*
- * Joins the container's processes at the first cuInit: maps the grant page, registers the process
- * at the container's socket and receives the ledger.
+ * Makes a process join its container at the first cuInit: maps the grant page, registers the
+ * process at the container's socket and receives the ledger.
  *
  * The grant page is a file in the directory that the hook mounted, and is mapped read-only. The
  * ledger comes through the socket, together with the number of this process's slot.

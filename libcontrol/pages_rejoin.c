@@ -1,9 +1,9 @@
 /*
- * Reconnects to another governor, and if necessary moves to another ledger.
+ * Connects to the governor's successor, and if necessary moves to another ledger.
  *
  * When the governor is replaced, the connection ends and a helper makes a new one; the slot and the
- * ledger stay the same. A process that has kept its own ledger moves its counters to that of the
- * governor when a governor is back.
+ * ledger stay the same. A process that has kept its own ledger moves its counters to the governor's
+ * ledger when a governor is back.
  */
 #include "pages.h"
 
@@ -13,7 +13,7 @@
 
 #define PAGES_SLOW_NS (5 * NS_PER_S) /* longest wait for an answer; time between late attempts */
 
-/* A new connection that is not answered yet. */
+/* A new connection that has not been answered yet. */
 struct pages_return {
     uint32_t busy; /* a helper is working on it */
     int fd;        /* -1: none */
@@ -72,8 +72,8 @@ static void pages_connect_again(struct pages_return *r, uint64_t now)
         pages_give_up(r, now);
 }
 
-/* The new connection takes over the number of the old one, which other threads may be about to
- * use. */
+/* The new connection takes over the old one's descriptor number, which other threads may be about
+ * to use. */
 static void pages_take_connection(struct pages_return *r)
 {
     if (pages_still_ours()) {

@@ -49,7 +49,7 @@ bool parking_turn(enum parking_state from, enum parking_state to)
 }
 
 /* Called by threads of the library, without a matching parking_leave(): their calls never wait, nor
- * do those that the application makes in callbacks that the driver runs on these threads. */
+ * do calls from the application's callbacks that the driver runs on these threads. */
 void parking_exempt(void)
 {
     depth++;
@@ -216,9 +216,10 @@ bool parking_close(uint64_t patience)
 }
 
 /*
- * Work may wait for a call that waits here, such as a kernel for a flag that the next copy sets.
- * The calls then continue, and the move is tried again later. The thread that moves memory may be
- * blocked in the driver until that work has ended, so another thread ends the CLOSING.
+ * Work on the GPU may depend on a call that waits here: a kernel, for example, may wait for a flag
+ * that the next copy sets. So after a time the calls continue, and the move is tried again later.
+ * The thread that moves memory may be blocked in the driver until that work has ended, so another
+ * thread ends the CLOSING.
  */
 void parking_expire(void)
 {

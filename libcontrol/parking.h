@@ -9,9 +9,9 @@
  *   parking_copy.c    the copies of their contents
  *   parking_ipc.c     CUDA IPC of such blocks
  *
- * Such a block is a physical allocation of its own (cuMemCreate) that is mapped at addresses which
- * stay reserved until the block is freed. To park it, its contents are copied to host memory and
- * the physical allocation is released; no pointer to it changes.
+ * Such a block is a separate physical allocation (cuMemCreate), mapped at addresses that stay
+ * reserved until the block is freed. To park it, its contents are copied to host memory and the
+ * physical allocation is released; no pointer to it changes.
  *
  * The governor orders the moves (grant_device.resident). Calls that use device memory are counted
  * while they run, and wait while the memory is away. So when no such call is under way and the GPU
@@ -44,7 +44,7 @@ static inline bool parking_applies(void)
 }
 
 /* These enclose a call. Calls of one thread may be nested; only the outermost one waits.
- * parking_try() does not wait: if the call would have to, it returns false and has no effect. */
+ * parking_try() never waits: if it had to, it returns false instead and has no effect. */
 void parking_enter(enum parking_need need);
 bool parking_try(enum parking_need need);
 void parking_leave(void);
@@ -87,8 +87,7 @@ void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that 
 void parking_count(uint64_t bytes, uint64_t ns); /* a move took this long */
 void parking_after_fork(void);
 
-/* A lock that is held by a thread that may end a context, or that uses one that the application
- * made. */
+/* A thread holds this lock while it may end a context, or uses a context of the application. */
 void parking_lock_contexts(void);
 bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
@@ -103,7 +102,7 @@ extern bool (*parking_watch)(void);
 
 /* ---- pointers.c ---- */
 
-extern uint32_t parking_copies_end; /* 1: copies that need no stream return when they have ended */
+extern uint32_t parking_copies_end; /* 1: copies without a stream end before they return */
 
 cold void parking_await_copy(CUstream stream, CUresult *resultp);
 
@@ -188,7 +187,7 @@ bool parking_table_take_owned(uint8_t owner, struct parking_block *taken); /* an
 /* Marks a block as freed, and charges it once more. Returns false if there is none at `base`. */
 bool parking_table_free(uint64_t base);
 
-/* Replaces the copy of a block by one of the next freed block. Returns false if there is none. */
+/* Replaces the copy of a block with one of the next freed block. Returns false if there is none. */
 bool parking_table_next_freed(struct parking_block *block);
 bool parking_table_has_freed(void);
 
@@ -199,7 +198,7 @@ void parking_note_buffer(uint64_t base, uint64_t number);
 void parking_fix(uint64_t base); /* the block stays on the GPU from now on */
 
 /* Marks the block that contains an address as one that other processes may open, and copies it.
- * Called by a call that has entered. Returns false if there is none. */
+ * Used within a call that has entered. Returns false if there is none. */
 bool parking_export(uint64_t address, struct parking_block *found);
 
 /* Returns a file descriptor for a block that other processes may open, or -1. */

@@ -2,7 +2,7 @@
  * The blocks that can be moved: memory of at least 1 MiB that cuMemAlloc and cuMemAllocPitch return
  * in a container whose memory may be parked.
  *
- * To the application such a block is like any other of cuMemAlloc. Where the driver distinguishes
+ * To the application such a block is like any other from cuMemAlloc. Where the driver distinguishes
  * the two, the library answers (pointers.c). A block that is requested while a stream captures is
  * allocated by the driver's cuMemAlloc and cannot be moved, because the driver then allows or
  * refuses the call according to the capture's mode.
@@ -70,7 +70,7 @@ static CUresult map_patiently(struct parking_block *block)
     return result;
 }
 
-/* Returns false if the block has to be the driver's own. */
+/* Returns false if the driver has to allocate the block. */
 static bool block_make(struct parking_block *block, size_t bytes)
 {
     CUdeviceptr base;
@@ -108,7 +108,7 @@ CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes)
     return result;
 }
 
-/* Rows are aligned to 512 bytes, as by the driver on every GPU since Kepler. */
+/* Rows are aligned to 512 bytes, as the driver does on every GPU since Kepler. */
 CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
                                 unsigned int element)
 {
@@ -134,8 +134,8 @@ static bool lives_on(const struct parking_block *block, uint64_t handle)
            exports_outlive(&(struct block){.key = handle, .size = block->size, .device = 0});
 }
 
-/* A block that ends while it is parked is charged like a resident one again, because the caller
- * gives back the charge as for a resident one. */
+/* A block that ends while it is parked is charged as resident again, because the caller gives back
+ * the charge of a resident block. */
 static void block_end(struct parking_block *block)
 {
     uint64_t handle = block->handle;

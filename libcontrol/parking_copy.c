@@ -2,15 +2,15 @@
  * Copies the blocks of this process to host memory and back; see parking.h.
  *
  * The copies are made by the GPU's copy engines from and to pinned memory, at the speed of the bus.
- * Of each block, the copy that was valid is only given up when the other one is complete.
+ * A block's valid copy is given up only when the other one is complete.
  *
  * The driver clears memory that is released, on the copy engine that also copies to the GPU, so a
  * process that arrives is slowed down by each block that another one releases at that time. Copies
- * in the other direction slow it down as well. So a process that departs does both only as far as
- * others need its memory, as long as they take any: it copies blocks a little ahead, and releases
- * them when the GPU's free memory runs short (H200, 40 GiB beside 40 GiB that leave: 46.2 GB/s, and
- * 42.8 GB/s if each block is released after its copy). If none is taken for a moment, it copies and
- * releases everything.
+ * in the other direction slow it down as well. So as long as others take memory, a process that
+ * departs copies and releases only as much as they need: it copies blocks a little ahead, and
+ * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive while 40 GiB
+ * depart at 46.2 GB/s, but at 42.8 GB/s if each block is released after its copy.) If no memory is
+ * taken for a moment, it copies and releases everything.
  */
 #include "parking.h"
 
@@ -78,8 +78,8 @@ static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t 
     return result;
 }
 
-/* Blocks that are moved to the host. Those before `released` are no longer on the GPU, and those
- * before `copied` are, but have been copied. */
+/* Blocks that are moved to the host. Those before `released` are no longer on the GPU; those from
+ * there up to `copied` still are, but have been copied. */
 struct departure {
     struct parking_block *blocks;
     size_t n, copied, released;

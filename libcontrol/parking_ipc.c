@@ -1,11 +1,11 @@
 /*
  * CUDA IPC of blocks that can be moved; see parking.h.
  *
- * The driver shares only memory of its own cuMemAlloc by CUDA IPC. For these blocks, the library
+ * The driver shares only memory from its own cuMemAlloc by CUDA IPC. For these blocks, the library
  * therefore gives out its own handles. A process that opens a handle connects to a socket of the
  * process that gave it out, and receives a file descriptor for the physical allocation, which it
- * maps. From the first handle on, the block stays on the GPU, because it could not be moved for
- * both processes at once.
+ * maps. Once a handle has been given out, the block stays on the GPU, because it could not be
+ * moved for both processes at once.
  *
  * The socket is in the abstract namespace, so it ends with the process and needs no directory. A
  * connection has to present a number from the handle, because the abstract namespace belongs to the
@@ -27,7 +27,7 @@
 #define IPC_MAGIC       0x4350497465676474ull /* "tdgetIPC" in memory */
 #define IPC_ANSWER_NS   (5 * NS_PER_S)        /* longest wait for the other process */
 #define IPC_REQUEST_NS  NS_PER_S              /* longest wait for what it sends upon connecting */
-#define IPC_END_NS      NS_PER_S              /* longest wait of exit() for an answer */
+#define IPC_END_NS      NS_PER_S              /* longest time that exit() waits for the thread */
 #define IPC_ATTEMPTS    3
 #define IPC_NAP_NS      (20 * NS_PER_MS) /* after a connection that was lost */
 #define IPC_BACKLOG     64
@@ -91,7 +91,7 @@ static bool set_patience(int fd, uint64_t ends)
     return true;
 }
 
-/* Repeats a call on a socket until the time is over, because a signal, a stop or a freeze may
+/* Repeats a call on a socket until the time is up, because a signal, a stop or a freeze may
  * interrupt it. */
 #define ipc_retry(result, fd, ends, call)                                                          \
     do                                                                                             \
@@ -158,8 +158,8 @@ static bool listen_at(void)
     return true;
 }
 
-/* Connections that have not sent a request yet, the oldest first. A silent connection must not keep
- * the others waiting. The program may close any of the descriptors, and open another file under the
+/* Connections on which no request has arrived yet, the oldest first. A silent one must not keep the
+ * others waiting. The program may close any of the descriptors, and open another file under the
  * same number. */
 struct ipc_peer {
     int fd;
@@ -342,7 +342,7 @@ static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_
     return done;
 }
 
-/* Returns a descriptor of the physical allocation, or -1. If the other program has closed the
+/* Returns a descriptor for the physical allocation, or -1. If the other program has closed the
  * library's socket, the first connection is lost, but makes the library in that program open
  * another socket. */
 static int fetch(const struct ipc_handle *handle)

@@ -2,7 +2,7 @@
  * A thread that parks the memory of this process in host memory and moves it back, by order of the
  * governor; see parking.h.
  *
- * Memory is released block by block, so another container can come while this one leaves
+ * Memory is released block by block, so another container can move in while this one moves out
  * (parking_copy.c). A move to the GPU that fails changes nothing: all blocks are parked again.
  */
 #include "parking.h"
@@ -36,7 +36,7 @@ static uint32_t started;
 static uint32_t ending;  /* the process exits: memory is only moved for calls that wait for it */
 static uint32_t working; /* the thread may be in a call into the driver */
 static uint64_t patience = MOVE_FIRST_NS;
-static bool given_up; /* memory could not be moved back, and not because of a lack of room */
+static bool given_up; /* memory could not be moved back, for a reason other than lack of room */
 
 /* Each cause of a failure is logged once. */
 static cold void move_log(bool *logged, const char *message)
@@ -61,7 +61,7 @@ static CUcontext push_context(void)
     return driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS ? ctx : NULL;
 }
 
-/* Waits for the work of a context, which cannot end during the wait. Returns false if memory must
+/* Waits for the work of a context; the context cannot end meanwhile. Returns false if memory must
  * not move: the work failed, the program has been allowed to continue, or a stream captures. */
 static bool synchronize(const CUcontext *handlep)
 {
@@ -263,7 +263,7 @@ static bool move_out(void)
     static bool logged;
     enum parking_moved moved = PARKING_MOVED_BACK;
 
-    /* A governor that does not run would not order the memory back. */
+    /* A governor that is not running would not order the memory back. */
     if (gate_lost(os_now()) || !prepare() || !close_memory())
         return false;
     report();
@@ -275,7 +275,7 @@ static bool move_out(void)
         if (moved != PARKING_MOVED)
             move_log(&logged, "memory cannot be parked: a copy failed");
     }
-    /* What has left and did not come back is moved back when the governor allows it. */
+    /* What stays parked is moved back when the governor allows it. */
     parking_turn(PARKING_OUT, moved == PARKING_MOVED_BACK ? PARKING_RESIDENT : PARKING_PARKED);
     report();
     return moved != PARKING_MOVED_BACK;

@@ -51,7 +51,7 @@ void pass_tell_all(const struct grant_device *grant)
     passes_each(grant, pass_report);
 }
 
-/* Returns the kind under which the average launch of a stream under an open grant is learned. */
+/* Returns the kind under which a stream's average launch during an open grant is learned. */
 static uint32_t pass_kind(struct gate *g, CUstream stream)
 {
     return estimate_kind(&g->estimate, (uintptr_t)stream + 1, UINT64_MAX, 0);
@@ -112,10 +112,10 @@ void pass_after_fork(void)
     gate_lazy_kernels = 0;
 }
 
-/* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
- * the handle of a default stream does only with one GPU and one context. No stream may have a pass
- * while the launch of a kernel by the kernel's handle would load a library (modules.c), or where
- * each launch has to keep memory on the GPU (parking.h). */
+/* Whether a stream may have a pass. Its handle alone has to determine where its work runs; the
+ * handle of a default stream does so only with one GPU and one context. No stream may have a pass
+ * while launching a kernel by its own handle would load a library (modules.c), or where each launch
+ * has to keep memory on the GPU (parking.h). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 ||

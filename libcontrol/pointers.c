@@ -1,9 +1,9 @@
 /*
  * Answers queries about the addresses of blocks that may be parked; see parking.h.
  *
- * To the application, such a block is memory of cuMemAlloc; to the driver, it is a mapping of a
+ * To the application, such a block is memory from cuMemAlloc; to the driver, it is a mapping of a
  * physical allocation. The driver's answers about it differ in a few attributes from those about
- * memory of cuMemAlloc, and change when the memory is parked and moved back.
+ * memory from cuMemAlloc, and change when the memory is parked and moved back.
  */
 #include "parking.h"
 
@@ -17,7 +17,7 @@
 #define CU_POINTER_ATTRIBUTE_MAPPING_SIZE               18
 #define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR          19
 
-/* Replaces the driver's answer about an attribute if it would be different for memory of
+/* Replaces the driver's answer about an attribute if it would be different for memory from
  * cuMemAlloc. */
 static void correct(void *data, CUpointer_attribute attribute, const struct parking_block *block)
 {
@@ -101,8 +101,8 @@ void parking_await_copy(CUstream stream, CUresult *resultp)
     parking_sync_end();
 }
 
-/* The driver has this attribute only for memory of cuMemAlloc. It is set for memory that other
- * devices access, which has to stay where it is. From then on, all copies are waited for. */
+/* The driver has this attribute only for memory from cuMemAlloc. It is set for memory that other
+ * devices access, so the block has to stay where it is. From then on, all copies are waited for. */
 CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
                                               CUdeviceptr ptr)
 {

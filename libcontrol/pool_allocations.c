@@ -105,7 +105,7 @@ static uint64_t pool_trust(struct pool *pool)
 /*
  * Begins an allocation while memory is short. A block that is smaller than a unit may still fit
  * into what the pool holds. It is allocated without a claim, and freed if the pool grew for it. A
- * larger block needs a claim of its whole size: the free memory of the pool is given back first and
+ * larger block needs a claim for its whole size: the free memory of the pool is given back first,
  * then claimed again, because it is not known whether it would be enough.
  */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)

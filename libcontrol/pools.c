@@ -1,9 +1,9 @@
 /*
- * Charges the memory that the driver's pools of stream-ordered allocation hold, rather than the
+ * Charges the memory that the driver's pools for stream-ordered allocation hold, rather than the
  * blocks that are live in them.
  *
  * A pool grows in units of 32 MiB and may return units at any time. It is therefore queried
- * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation that passes
+ * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation in
  * pool_allocations.c, when memory is short, and regularly by a helper.
  *
  * A pool that the application destroys, or that ends with the primary context, may hold memory
@@ -135,8 +135,8 @@ static int pool_device(const CUmemLocation *location, bool managed)
                                                     : account_location(location);
 }
 
-/* Returns the GPU of a pool, such as the default pool of a locality domain, by the pool's own
- * attributes, which drivers have from CUDA 13.2 on. */
+/* Returns the GPU of a pool, such as the default pool of a locality domain, according to the pool's
+ * own attributes, which drivers have since CUDA 13.2. */
 static cold int pool_location(CUmemoryPool handle, bool *managedp)
 {
     CUmemLocation location = {CU_MEM_LOCATION_TYPE_NONE, 0};

@@ -324,7 +324,7 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
 
 /*
  * Returns in `addedp` the GPU time that an interval adds to the known use. Streams run at the same
- * time, so a second in which two streams run is one second of the GPU. Events of one context share
+ * time, so a second in which two streams run is one second of GPU time. Events of one context share
  * a clock. Returns false if the interval was not measured.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
@@ -487,7 +487,7 @@ void queue_share(struct queue *q)
     }
 }
 
-/* Notes that held work runs from `now` on. */
+/* Notes that held work starts to run at `now`. */
 void queue_open(struct queue *q, uint64_t now)
 {
     uint64_t begin;

@@ -46,7 +46,7 @@ struct queue_stream {
     uint32_t held; /* the last ticket that the stream waits for */
     uint64_t pending_ns;
     uint32_t n_passed;  /* launches under the open grant since one was measured on its own */
-    uint32_t sample_at; /* value of `n_passed` after which the next launch is */
+    uint32_t sample_at; /* value of `n_passed` after which a launch is measured */
     uint32_t draw;
     struct estimate_interval interval;
 };

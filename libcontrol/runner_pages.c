@@ -2,7 +2,7 @@
  * Reads the containers' ledgers and writes their grant pages for the runner.
  *
  * The containers write the ledgers. Every number in them is bounded before it is used, and a ledger
- * with arbitrary values costs its own container only.
+ * with arbitrary values harms only its own container.
  */
 #include "runner_state.h"
 

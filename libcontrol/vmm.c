@@ -16,7 +16,7 @@ int account_location(const CUmemLocation *location)
 }
 
 /* Whether an address is in a block that the library has mapped. To the driver that is a mapping by
- * the application, but to the application it is memory of cuMemAlloc. */
+ * the application, but to the application it is memory from cuMemAlloc. */
 static bool is_ours(CUdeviceptr address)
 {
     struct parking_block block;
@@ -323,7 +323,7 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 }
 
 /*
- * Walks over the mappings of a range, in one of three steps. LEAVE comes before the driver's call,
+ * Walks over the mappings in a range, in one of three steps. LEAVE comes before the driver's call,
  * because as soon as the driver has unmapped the last mapping of an allocation, another allocation
  * may get the handle. What has to be refunded is noted in the mappings themselves, because their
  * number is not bounded. END comes after the call, and UNDO after a call that failed.
@@ -333,8 +333,8 @@ enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 #define UNMAP_LEFT 1 /* in `count`: the mapping was taken off its handle */
 #define UNMAP_LAST 2 /* and it was the last that kept the allocation alive */
 
-/* A value for this thread: if two threads unmap a range at the same time, the driver rejects one of
- * the calls. */
+/* Returns this thread's mark: two threads may unmap a range at the same time, and the driver then
+ * rejects one of the calls. */
 static uint32_t unmap_left(void)
 {
     static __thread char here;

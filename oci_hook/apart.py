@@ -2,7 +2,7 @@
 
 A container's root file system may stall if it is a network file system or FUSE, where a server
 process answers each request. A process that waits for such an answer is in an uninterruptible
-sleep, which no signal ends, neither SIGKILL nor the signal of a deadline. Therefore only a separate
+sleep, which no signal ends: neither SIGKILL nor a deadline's SIGALRM. Therefore only a separate
 process, the worker, accesses the root. The process that the runtime waits for never does, and
 abandons the worker when the deadline has passed.
 

@@ -390,7 +390,7 @@ class Applier:
         """Mount `source` on `target`.
 
         A link in the image must not decide which of the runtime's mounts is covered: a mount on
-        /dev or /proc would cover the files that the runtime later mounts over others to hide them.
+        /dev or /proc would cover files that the runtime later mounts over others, to hide those.
         """
         mount = kernel.mount_id(target)
         if mount in self.shared:

@@ -292,8 +292,8 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
     running = {(note.device, note.inode) for _, note in notes if note and _runs(note)}
     if place in running:
-        # A start that found everything it needed created nothing. Its note is removed; otherwise
-        # the notes of the container's restarts would pile up.
+        # A start that found everything in place created nothing. Its note is removed; otherwise the
+        # notes of the container's restarts would pile up.
         if not _runs(own) and not _parse_traces(_read(runtime_dir, ident)):
             forget(runtime_dir, ident)
         return
@@ -317,7 +317,7 @@ def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
     here, host = os.fstat(rootfd), os.stat("/")
     if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
         for trace in reversed(traces):
-            # The errors other than OSError are those of a damaged cache or note.
+            # The errors other than OSError come from a damaged cache or note.
             with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 if time.monotonic() < until:
                     _remove_trace(procfd, rootfd, trace, traces)

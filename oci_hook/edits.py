@@ -1,7 +1,7 @@
 """Edits config.json for a container that shares a GPU: device nodes, hook and annotations.
 
 The wrapper runtime and Podman's `precreate` edit config.json before the container is created,
-because only device nodes that config.json names survive `systemctl daemon-reload`. The hook does
+because only device nodes that config.json names survive `systemctl daemon-reload`. The hook makes
 the mounts later.
 """
 

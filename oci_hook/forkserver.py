@@ -3,7 +3,7 @@
 Starting an interpreter and importing the hook takes 25 ms, and would happen several times for each
 container. The C programs in `oci_hook/front` connect to this server instead. One of its children
 does the work of the Python script, with the caller's standard input, working directory and command
-line, and with its outputs redirected to files. Without the server everything works, only slower.
+line, and with its outputs redirected to files. Without the server everything works, but slower.
 
 A caller is served if the script would behave in the server as it would in the caller: the caller is
 root, and has the same version and installation, the same mount, PID and user namespaces and the

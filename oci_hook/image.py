@@ -418,7 +418,7 @@ def search_path(rootfd: int, procfd: int, image: Image, document: dict[str, Any]
 
 
 def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | None:
-    """Return a program's directory, with all links resolved as a loader does it, and its RPATH."""
+    """Return a program's directory, with all links resolved as a loader would, and its RPATH."""
     try:
         fd = _open_regular(rootfd, procfd, path)
         if fd is None:
@@ -456,8 +456,8 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
     """Find the directories with a driver, in `search`, the defaults and CUDA's compat packages.
 
     A loader searches Tidegate's subdirectory of each first, so the node's driver can be mounted
-    there. Raise ImageError if it cannot. Call this in the container's mount namespace, because only
-    there are its volumes visible.
+    there. Raise ImageError if it cannot. Call this in the container's mount namespace, because its
+    volumes are visible only there.
     """
     if image.by_cache:
         return _refuse_own(rootfd, image, search)
@@ -498,7 +498,7 @@ def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
         if driver:
             raise ImageError(
                 f"{show('/' + path)} has a driver of its own ({driver}), which would be found"
-                f" before the node's: from 2.37 on, glibc on {image.machine} has no subdirectory"
+                f" before the node's: on {image.machine}, glibc 2.37 and later has no subdirectory"
                 " that comes first",
                 hint="remove it from the image, and leave the directory out of LD_LIBRARY_PATH",
             )
@@ -575,7 +575,7 @@ def _is_file(rootfd: int, path: str) -> bool:
 def look_at_places(rootfd: int, image: Image, share: WantedParts) -> Image:
     """Examine every directory where a place of the share could be mounted.
 
-    Call this in the container's mount namespace, because only there are its volumes visible.
+    Call this in the container's mount namespace, because its volumes are visible only there.
     """
     targets = (target for place in share.places for target in place.targets)
     paths = sorted({image.place(target) for target in targets})

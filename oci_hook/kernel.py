@@ -1,4 +1,4 @@
-"""System calls of the hook for mounts and confined path walks; it contains no policy.
+"""The hook's system calls for mounts and confined path walks; this module contains no policy.
 
 Constants and structures are named as in the kernel's headers. Each function is a thin wrapper that
 takes plain values and raises OSError, with the path, when a system call fails. No other module of
@@ -49,7 +49,7 @@ STATX_ATTR_MOUNT_ROOT = 0x2000
 TRIES = 1000  # attempts at a path walk that races with renames and mounts
 
 _MACHINE = os.uname().machine
-# From 424 on every architecture has the same numbers; these two are older.
+# Calls numbered 424 and up have one number on all architectures; these two are older.
 NR_statx = {"x86_64": 332, "aarch64": 291}.get(_MACHINE, -1)
 NR_renameat2 = {"x86_64": 316, "aarch64": 276}.get(_MACHINE, -1)
 NR_open_tree = 428

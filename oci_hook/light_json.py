@@ -1,4 +1,4 @@
-"""Reads and writes JSON with only the C part of `json`: the rest takes 7 ms to import, mostly re.
+"""Reads and writes JSON with only the C part of `json`: the rest takes 7 ms to import (mostly re).
 
 It accepts the same documents as `json` with the settings below, and returns the same results. A
 document that is refused is parsed again by `json` itself, for an error that names the fault and its

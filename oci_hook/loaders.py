@@ -9,7 +9,7 @@ else:
     from oci_hook.light_typing import NamedTuple
 
 # No loader searches this directory by default. Where glibc has no subdirectory for the machine
-# (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.
+# (i386, and aarch64 with glibc 2.37 or later), ld.so.cache leads to it.
 BY_CACHE = "tidegate"
 TLS = "tls"  # loaders older than glibc 2.37 search it first, or directly after glibc-hwcaps
 

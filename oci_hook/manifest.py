@@ -325,7 +325,7 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
 
     `tidegate gc` takes the lock exclusively before it moves a generation away, so a generation that
     is held here stays until the descriptor is closed. If it is removed between reading the link and
-    taking the lock, the link leads to another generation by now and is read again.
+    taking the lock, the link leads to another generation by then and is read again.
     """
     link = f"{driver_dir}/current"
     for _ in range(TRIES):
@@ -426,7 +426,7 @@ def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:
             raise MirrorMismatchError(
-                f"mirror {manifest.generation} is of driver {manifest.version}, but"
+                f"mirror {manifest.generation} is for driver {manifest.version}, but"
                 f" the kernel module is {module}",
                 hint="reboot or reload the module after a driver update, then run"
                 " `tidegate refresh`",
@@ -445,7 +445,7 @@ def changed_files(manifest: MirrorManifest) -> Iterator[tuple[str, str]]:
             yield file.role, f"{file.path}: {e.strerror}"
         else:
             if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-                yield file.role, f"{file.path} has changed since it was made"
+                yield file.role, f"{file.path} has changed since the mirror was made"
 
 
 def _choose_set(manifest: MirrorManifest, asked: frozenset[str]) -> MirrorSet:

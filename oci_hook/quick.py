@@ -126,7 +126,7 @@ def arm(seconds: float, subject: str = "the hook") -> None:
 
 
 class DeferredDeadline:
-    """`with DeferredDeadline():` defers a deadline that passes inside the block to its end.
+    """`with DeferredDeadline():` defers a deadline that passes inside the block until its end.
 
     The deadline usually passes during the call that is stuck. When that call returns, the step that
     undoes it has to be recorded before the deadline takes effect.

@@ -76,7 +76,7 @@ KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"
 def is_sandbox(annotations: dict[str, str]) -> bool:
     """Return whether the annotations declare a pod's sandbox, which the hook leaves alone.
 
-    Each engine overwrites a user's value of its own annotation, but not of the other engine's, so
+    Each engine overwrites a user's value for its own annotation, but not for the other's, so
     both have to agree. Docker and Podman write neither: there the value comes from the user, so
     callers ignore it for a container that has a GPU.
     """
@@ -248,7 +248,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
 def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
     """Return the identity of the pod to which the container belongs.
 
-    Each engine overwrites a user's values of its own annotations, but not of the other engine's,
+    Each engine overwrites a user's values for its own annotations, but not for the other engine's,
     and CRI-O passes on all annotations of a pod. So values that disagree come from a user. A
     container that asks for a GPU with them is refused, because its use would be charged to
     another tenant.
@@ -271,7 +271,7 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
 
 def our_annotations(state: OciState, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
-    """Return the annotations below the prefix, of config.json and of the state; both have to agree.
+    """Return the annotations below the prefix from config.json and the state; both have to agree.
 
     A sandbox's annotations do not count. A container that has a GPU or is `governed` is not a
     sandbox: containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.

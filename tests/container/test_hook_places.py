@@ -325,7 +325,10 @@ def test_a_kernel_module_of_another_version_is_refused(node: HookNode) -> None:
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n"
     )
     refuse(
-        node, node.bundle("true"), 72, f"is of driver {VERSION}, but the kernel module is 570.1.2; "
+        node,
+        node.bundle("true"),
+        72,
+        f"is for driver {VERSION}, but the kernel module is 570.1.2; ",
     )
 
 

@@ -45,7 +45,7 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
     put_kernel(host.root, "580.95.05")
     [found] = host.check("mirror.in-force")
     assert found.startswith(
-        f"wrong: mirror {generation.name} is of driver {V}, but the kernel module is 580.95.05 -> reboot"
+        f"wrong: mirror {generation.name} is for driver {V}, but the kernel module is 580.95.05 -> reboot"
     )
 
 
@@ -88,7 +88,7 @@ def test_a_driver_that_changed_after_the_mirror_was_made_is_a_warning(host: Host
     os.utime(host.root / "nowhere", ns=(1, 1))
     [found] = host.check("mirror.in-force")
     assert found.startswith("warning: generation ")
-    assert found.endswith("nowhere has changed since it was made -> tidegate refresh")
+    assert found.endswith("nowhere has changed since the mirror was made -> tidegate refresh")
     # Without a module that reports a version, only the files can be compared.
     host.remove("proc/driver/nvidia/version")
     [found] = host.check("mirror.in-force")

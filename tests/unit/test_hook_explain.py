@@ -197,7 +197,7 @@ def test_explain_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixtu
     assert "the image has no 32-bit glibc" in capsys.readouterr().err
     (node / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.2.3  Mon\n")
     assert cli.main(["explain", *arguments, *annotation]) == 72
-    assert f"is of driver {V}, but the kernel module is 1.2.3" in capsys.readouterr().err
+    assert f"is for driver {V}, but the kernel module is 1.2.3" in capsys.readouterr().err
 
 
 def fail(node: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:

@@ -604,7 +604,7 @@ def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path
     check_fresh(manifest, V)
     assert list(changed_files(manifest)) == [
         ("driver", f"{driver}: No such file or directory"),
-        ("control", f"{control} has changed since it was made"),
+        ("control", f"{control} has changed since the mirror was made"),
     ]
 
 
@@ -613,7 +613,7 @@ def test_a_module_of_another_version_is_refused_even_if_no_file_changed(tmp_path
     with pytest.raises(MirrorMismatchError) as caught:
         check_fresh(read_manifest(str(tmp_path / "drivers")), "580.126.09")
     assert caught.value.line() == (
-        f"tidegate: mirror {V}-0123456789ab is of driver {V}, but the kernel module is 580.126.09; reboot or reload the"
+        f"tidegate: mirror {V}-0123456789ab is for driver {V}, but the kernel module is 580.126.09; reboot or reload the"
         " module after a driver update, then run `tidegate refresh`"
     )
 

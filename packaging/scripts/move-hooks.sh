@@ -6,6 +6,6 @@ move_hooks() {
     if said=$(tidegate setup podman 2>&1); then
         echo "$said" | sed -n 's/^podman: /tidegate: /p; s/^to do: /tidegate: to do: /p'
     else
-        echo "tidegate: Podman's hooks stay in a directory where Buildah fails because of them: ${said##*tidegate: }" >&2
+        echo "tidegate: Podman's hooks are still in a directory where they make Buildah fail: ${said##*tidegate: }" >&2
     fi
 }

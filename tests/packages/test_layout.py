@@ -437,7 +437,7 @@ def test_a_removal_that_undoes_the_last_setup_prints_no_error_about_the_journal(
             (
                 "",
                 (
-                    "tidegate: Podman's hooks stay in a directory where Buildah fails because of them:"
+                    "tidegate: Podman's hooks are still in a directory where they make Buildah fail:"
                     " Z; move it\n"
                 ),
             ),

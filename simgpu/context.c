@@ -89,9 +89,9 @@ CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int f
 }
 
 /*
- * With the device's lock held: release the commands that wait for a word that has reached their
- * value. The word is in this process's memory, so no other process can see it. A store that is not
- * followed by a call of this process to the driver is seen late.
+ * With the device's lock held: release each waiting command whose word has reached its value. The
+ * word is in this process's memory, so no other process can see it. A store that is not followed by
+ * a driver call from this process is seen late.
  */
 void context_unhold(struct context *context)
 {
@@ -242,8 +242,8 @@ CUresult context_drain(int ordinal)
 /**
  * context_reserve() - wait until the queue has room; returns with the device's lock held
  *
- * The driver's lock may have been released in the meantime: objects that the caller knew may have
- * ended, except for the context.
+ * The driver's lock may have been released in the meantime: objects that the caller has looked up
+ * may be gone, except for the context.
  */
 CUresult context_reserve(struct context *context)
 {

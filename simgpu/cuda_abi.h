@@ -1,7 +1,7 @@
 /*
  * The part of the CUDA driver API that the simulated GPU offers
  *
- * Written for this project; names, values and layouts are those of NVIDIA's cuda.h of CUDA 13.0.
+ * Written for this project; names, values and layouts are those of NVIDIA's cuda.h in CUDA 13.0.
  */
 #pragma once
 

@@ -44,7 +44,7 @@ static inline bool parking_applies(void)
 }
 
 /* These enclose a call. Calls of one thread may be nested; only the outermost one waits.
- * parking_try() never waits: if it had to, it returns false instead and has no effect. */
+ * parking_try() never waits: if it would have to, it returns false and has no effect. */
 void parking_enter(enum parking_need need);
 bool parking_try(enum parking_need need);
 void parking_leave(void);
@@ -102,7 +102,7 @@ extern bool (*parking_watch)(void);
 
 /* ---- pointers.c ---- */
 
-extern uint32_t parking_copies_end; /* 1: copies without a stream end before they return */
+extern uint32_t parking_copies_end; /* 1: calls that copy without a stream await the copy */
 
 cold void parking_await_copy(CUstream stream, CUresult *resultp);
 

@@ -108,7 +108,7 @@ CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes)
     return result;
 }
 
-/* Rows are aligned to 512 bytes, as the driver does on every GPU since Kepler. */
+/* Rows are aligned to 512 bytes, as with the driver on every GPU since Kepler. */
 CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
                                 unsigned int element)
 {

@@ -17,7 +17,7 @@ struct name {
     uint64_t key; /* of the exporting process */
     uint32_t slot;
     uint32_t generation;
-    uint64_t number; /* of the allocation there */
+    uint64_t number; /* of the allocation in that process */
     uint64_t base;
     uint64_t bytes;
 };
@@ -139,7 +139,7 @@ ENTRY(cuIpcCloseMemHandle, CUdeviceptr address)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (--item->opened > 0)
         return driver_leave(CUDA_SUCCESS);
-    item->origin = 0; /* from here on find_import() does not find it */
+    item->origin = 0; /* find_import() no longer finds it */
     r = context_wait(item->context, context_tail(item->context));
     return driver_leave(r ? r : memory_release(address));
 }

@@ -6,10 +6,7 @@
 any_function *(*lookup)(const char *name, int version, uint64_t flags,
                         CUdriverProcAddressQueryResult *statusp);
 
-/*
- * The flags select the default stream of the function that is found: without flags, the legacy
- * stream.
- */
+/* The flags select which default stream the function uses: without flags, the legacy stream. */
 static CUresult find(const char *name, void **functionp, int version, uint64_t flags,
                      CUdriverProcAddressQueryResult *statusp)
 {

@@ -38,7 +38,7 @@ ENTRY(cuDeviceSetMemPool, CUdevice ordinal, CUmemoryPool pool)
     return driver_leave(r);
 }
 
-/* Only pools of a device, with pinned memory, can be named by location. */
+/* By location, only a device's pools of pinned memory can be requested. */
 static CUresult located(const CUmemLocation *location, CUmemAllocationType type)
 {
     if (!location)

@@ -15,10 +15,10 @@
  *                                  n, then takes `ns` of GPU time, as a collective's kernel does
  *
  * An image may be the line "// tidegate simgpu module", followed by lines "kernel NAME". Such an
- * image has only those kernels; one whose name is not built in behaves like burn. An image that is
- * the text "globals:BYTES" has variables of that size: they take device memory while the module is
- * loaded. A library's module is loaded into a context when one of its functions is first requested
- * there.
+ * image has only those kernels; one whose name is not in the list above behaves like burn. An image
+ * that is the text "globals:BYTES" has variables of that size: they take device memory while the
+ * module is loaded. A library's module is loaded into a context when one of its functions is first
+ * requested there.
  */
 #include "driver.h"
 

@@ -154,7 +154,7 @@ static CUresult wait_event(CUstream handle, CUevent event, unsigned int flags)
     if (event_alive(event) && event->context == stream->context)
         stream_raise(stream, event->need);
     else
-        r = event_wait(event); /* contexts share no order on the GPU: the host waits instead */
+        r = event_wait(event); /* the GPU orders no work across contexts: the host waits instead */
     return driver_leave(r);
 }
 

@@ -73,7 +73,7 @@ ENTRY(simgpu_hold, CUdevice ordinal)
         pause();
 }
 
-/* From now on each cuEventRecord of this process takes `us` microseconds, without a lock. */
+/* Make each later cuEventRecord of this process take `us` microseconds, without a lock. */
 ENTRY(simgpu_record_late, unsigned int us)
 {
     atomic_store(&driver_record_us, us);

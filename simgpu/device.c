@@ -212,7 +212,7 @@ static void sample_take(struct gpu *gpu)
 }
 
 /**
- * device_enter() - take the lock and bring the timeline up to now
+ * device_enter() - take the lock and bring the timeline up to date
  *
  * Returns false, without the lock, if this library's attachment is gone because the process closed
  * a descriptor of the device file.
@@ -346,8 +346,8 @@ static int slot_attach(struct device *device, bool nvml)
             device->generation = (atomic_fetch_add(&shared->generations, 1) + 1) & LOCK_GENERATIONS;
         } while (device->generation == 0);
         /*
-         * Before the first lock, so that other libraries of this process see a holder that is
-         * alive.
+         * Set before the lock is first taken, so that other libraries of this process see a live
+         * holder.
          */
         atomic_store(&shared->slots[i].key, device->key);
         pthread_mutex_lock(&device->local);

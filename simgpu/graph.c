@@ -1,7 +1,7 @@
 /*
  * Executable graphs
  *
- * Each launch submits the commands of the graph again, in their order.
+ * Each launch submits the graph's commands again, in order.
  */
 #include "graph.h"
 

@@ -1,4 +1,4 @@
-/* A graph, which captures fill and launches read. */
+/* A graph: a capture fills it, and launches read it. */
 #pragma once
 
 #include "driver.h"

@@ -4,7 +4,7 @@
  * An allocation node gets its address when it is added, in a range that belongs to the graph. It
  * may reuse the addresses of an allocation that a free node ended, if that node was added earlier.
  * Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. When the graph
- * ends, its memory stays taken for the next graph, until the device is trimmed.
+ * ends, its memory is kept for the next graph, until the device is trimmed.
  */
 #include "driver.h"
 
@@ -63,7 +63,7 @@ static CUresult memory_new(int ordinal, struct graph_memory **memoryp)
     return CUDA_SUCCESS;
 }
 
-/* The first offset at which a new allocation overlaps no allocation that has not ended. */
+/* The first offset at which a new allocation overlaps none that is still in use. */
 static size_t free_place(const struct graph_memory *memory, size_t size)
 {
     size_t start = 0;
@@ -80,7 +80,7 @@ static size_t free_place(const struct graph_memory *memory, size_t size)
 }
 
 /*
- * The table of allocations has one entry for the whole graph, because those of its nodes may
+ * The table of allocations has one entry for the whole graph, because its nodes' allocations may
  * overlap.
  */
 static bool grow(struct graph_memory *memory, size_t extent)
@@ -147,7 +147,7 @@ CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_freed() - free memory that a launch left to the application; false if it did not */
+/** graphmem_freed() - free memory that a launch left to the application; false for other memory */
 bool graphmem_freed(uintptr_t address)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -224,7 +224,7 @@ static void give(struct graph_memory *memory)
     memory->held = 0;
 }
 
-/** graphmem_leave() - drop the reference of a graph, or of its executable graph, that ends */
+/** graphmem_leave() - drop the reference of a graph, or of its executable graph, at its end */
 void graphmem_leave(struct graph_memory *memory, bool instantiated)
 {
     struct graph_memory **link = &memories;
@@ -247,7 +247,7 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
     free(memory);
 }
 
-/** graphmem_trim() - give back the memory of a device that ended graphs left cached */
+/** graphmem_trim() - give back the device memory that is still cached from ended graphs */
 void graphmem_trim(int ordinal)
 {
     memory_refund(driver.devices[ordinal], devices[ordinal].cached);

@@ -91,7 +91,7 @@ struct gpu_lane {
     uint64_t resident; /* ns on the GPU, with or without work, excluding switches */
     uint64_t early;    /* number of times that it ran out of work and another context took over */
     uint64_t before;   /* value of `resident` when the last turn began */
-    uint64_t full;     /* ns of turns that filled their slice, and ended for a waiting context */
+    uint64_t full;     /* ns of turns that filled their slice and ended because a context waited */
     uint64_t ended;    /* ns: when the last of those turns ended */
     uint64_t fills;    /* whether the last turn was one of those */
 };
@@ -125,7 +125,7 @@ struct gpu_context {
     uint32_t slot;
     uint32_t generation;    /* of the owner of the slot */
     _Atomic uint64_t slice; /* ns; 0: that of the device */
-    _Atomic uint32_t off;   /* calls to switch off less calls to switch on; 0: scheduled */
+    _Atomic uint32_t off;   /* calls to switch off minus calls to switch on; 0: scheduled */
     uint32_t padding;
     uint64_t reserved[3];
     struct gpu_command queue[GPU_QUEUE];

@@ -71,7 +71,7 @@ static int visible_index(struct device *const devices[DEVICES], int n, const cha
 
 /*
  * Select the devices that `list` names, in the order of the list, up to the first entry that names
- * no device or a device for the second time.
+ * no device, or one that is already selected.
  */
 static int visible(struct device *devices[DEVICES], int n, const char *list)
 {

@@ -394,7 +394,8 @@ void memory_release_context(const struct context *context)
 /**
  * memory_forget() - forget all allocations
  *
- * After fork the copies stay mapped, because the application may still have pointers to them.
+ * After fork the child's copy of the memory stays mapped, because the application may still have
+ * pointers to it.
  */
 void memory_forget(void)
 {

@@ -2,7 +2,7 @@
  * The client of the emulated MPS (mps_control.c): finds the daemon, and detects faults.
  *
  * MPS shares nothing here: contexts take turns as they do without it. The path to the daemon, the
- * greeting, and the set of clients that a fault affects are as with the real driver.
+ * greeting, and the set of clients that a fault affects are the same as with the real driver.
  */
 #include "mps.h"
 

@@ -1,7 +1,7 @@
 /*
  * The part of NVML that the simulated GPU offers
  *
- * Values and layouts are those of NVIDIA's nvml.h of CUDA 13.0. Names of members and macros are
+ * Values and layouts are those in NVIDIA's nvml.h from CUDA 13.0. Names of members and macros are
  * shortened.
  */
 #pragma once

@@ -2,7 +2,7 @@
  * NVML: how busy a GPU is, and which processes use it
  *
  * A percentage needs two readings of the timeline. The device file keeps an earlier reading only of
- * the GPU as a whole; the observer keeps all others itself, from the first query on.
+ * the GPU as a whole; the observer itself keeps all others, beginning with the first query.
  */
 #include "nvml_observer.h"
 
@@ -62,8 +62,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
 
 /*
  * Samples of a device, taken when this process requests them; a real driver takes them
- * periodically. The first sample is the rate of nvmlDeviceGetUtilizationRates(); each later one
- * covers the time since the previous one.
+ * periodically. The first sample is the rate that nvmlDeviceGetUtilizationRates() returns; each
+ * later one covers the time since the previous one.
  */
 static struct marks {
     uint64_t now, busy; /* as of the newest sample */
@@ -159,7 +159,8 @@ static void remember(const struct gpu *gpu, const struct gpu_timeline *line,
     }
 }
 
-/* The processes that used the GPU since the query `from`, with their percentages of that time. */
+/* The processes that have used the GPU since the query `from`, with their percentages of that
+ * time. */
 static unsigned int utilisations(const struct device *device, const struct history *from,
                                  unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
 {

@@ -1,9 +1,9 @@
 """Create the device files of the simulated GPU, and read their state.
 
 This module depends on the layout in `simgpu/layout.h` (the offsets are asserted there and compared
-by a test) but not on the schedule. The state that it reads is that of the last time that a process
-advanced the device's timeline. If a process that uses a device closes any descriptor of the file,
-it loses the device (POSIX record locks work that way), so the descriptors opened here stay open.
+by a test) but not on the schedule. It reads the state to which a process last advanced the device's
+timeline. If a process that uses a device closes any descriptor of the file, it loses the device
+(POSIX record locks work that way), so the descriptors opened here stay open.
 """
 
 from __future__ import annotations

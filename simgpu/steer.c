@@ -76,7 +76,7 @@ ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
     return steer(device, pid, NULL, &is_on);
 }
 
-/* GPU time and turns of a context since its creation; ContextRow of steering.py is a copy. */
+/* GPU time and turns of a context since its creation; ContextRow in steering.py is a copy. */
 struct simgpu_residency {
     uint64_t pid;
     uint64_t ns;    /* on the GPU, with or without work */

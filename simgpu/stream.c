@@ -1,7 +1,7 @@
 /*
  * Streams and their order
  *
- * A stream is a number: the kernels of its context that must have completed for it to be done.
+ * A stream is a number: how many kernels of its context must have completed for it to be done.
  * Kernels of all streams are in one queue in the order of submission, so waiting for another stream
  * means waiting for a larger number, and the barrier of the NULL stream is a maximum.
  */
@@ -121,7 +121,7 @@ void stream_free(struct stream *stream)
 }
 
 /**
- * stream_submit() - append a command to a stream, or to the graph that the stream captures
+ * stream_submit() - append a command to a stream, or to the graph that is captured from it
  *
  * Takes ownership of `command->staged`. Blocks while the context's queue is full.
  */
@@ -165,7 +165,7 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
     /*
      * An event with no work ahead of it is recorded when the context has the GPU, not before. On
      * the H200 an interval that begins with such an event does not include the switch. A large copy
-     * is made when a kernel of its duration has ended.
+     * is made when a kernel of the same duration has ended.
      */
     if (command->duration || (command->kind == COMMAND_EVENT &&
                               context->head >= stream_need(stream) && context_displaced(context))) {

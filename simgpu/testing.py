@@ -150,7 +150,7 @@ class SimulatedDriver:
 
 
 class Context:
-    """A context, with the two kernels that every simulated GPU has."""
+    """A context, with two of the kernels that every simulated GPU has."""
 
     def __init__(self, driver: SimulatedDriver, handle: int) -> None:
         self.driver = driver

@@ -149,7 +149,7 @@ static void handle_end(struct handle *handle)
     pool_give(&handles_pool, handle);
 }
 
-/* Set up a handle to memory, and add the memory to the list if it is not in it. */
+/* Set up a handle to memory, and add the memory to the list if it is not there yet. */
 static void handle_begin(struct handle *handle, struct backing *backing)
 {
     handle->backing = backing;
@@ -161,7 +161,7 @@ static void handle_begin(struct handle *handle, struct backing *backing)
     }
 }
 
-/** handle_new() - create memory of a device, which is charged at once, or of the host */
+/** handle_new() - create host memory, or device memory, which is charged at once */
 CUresult handle_new(struct handle **handlep, size_t size, const CUmemAllocationProp *prop)
 {
     bool exported = prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -224,7 +224,7 @@ const CUmemAllocationProp *handle_prop(const struct handle *handle)
     return &handle->prop;
 }
 
-/** handle_export() - a new descriptor of the memory, which another process may import */
+/** handle_export() - a new descriptor for the memory, which another process may import */
 CUresult handle_export(const struct handle *handle, int *fdp)
 {
     if (handle->backing->fd < 0)
@@ -348,7 +348,7 @@ CUresult vmm_unreserve(uintptr_t base, size_t size)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** vmm_unmapped() - release a mapping that has left the table; its addresses stay reserved */
+/** vmm_unmapped() - release a mapping that was removed from the table; keep its addresses */
 static void vmm_unmapped(const struct allocation *item)
 {
     memory_range(item->base, item->size, true);
@@ -431,7 +431,7 @@ CUresult vmm_unmap(uintptr_t base, size_t size)
     return CUDA_SUCCESS;
 }
 
-/** vmm_access() - set the access of one location to whole mappings; that of others is kept */
+/** vmm_access() - set one location's access to whole mappings; other locations keep theirs */
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
 {
     bool host = location_host(&wanted->location);
@@ -450,8 +450,8 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
             item->access &= ~(3ull << shift);
             item->access |= (uint64_t)wanted->flags << shift;
         }
-        /* This process makes the accesses of the simulated devices, so memory is readable and
-         * writable here as soon as any device may access it at all. */
+        /* This process accesses memory on behalf of the simulated devices, so memory is readable
+         * and writable here as soon as any device may access it at all. */
         if (mprotect((void *)base, item->size,
                      item->access || (host && wanted->flags) ? PROT_READ | PROT_WRITE : PROT_NONE))
             return CUDA_ERROR_OUT_OF_MEMORY;

@@ -66,7 +66,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         program, environment = find_browser()
-        # TMPDIR of a test is not used: its path may be too long for the sockets in the profile.
+        # A test's TMPDIR is not used: its path may be too long for the sockets in the profile.
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-browser-"))
         inner_read, self._write = os.pipe()
         self._read, inner_write = os.pipe()
@@ -181,7 +181,7 @@ class BrowserPage:
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
-        """Return the parameters of the page's events of these methods so far."""
+        """Return the parameters of the page's events so far that have one of these methods."""
         self.evaluate("0")  # pending events arrive before its answer
         return [
             event["params"]

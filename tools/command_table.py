@@ -31,7 +31,7 @@ class Option:
     """An option; one without flags is a positional argument."""
 
     flags: tuple[str, ...]
-    value: str  # placeholder of its value in a synopsis, empty if it takes none
+    value: str  # placeholder for its value in a synopsis, empty if it takes none
     doc: str
     choices: tuple[str, ...] = ()
     takes: Takes = "nothing"
@@ -96,7 +96,7 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
     if action.nargs != 0:
         value = str(action.metavar or ("|".join(choices) if choices else action.dest.upper()))
     doc = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001
-    # A default that depends on the location of this checkout is replaced by that of a node.
+    # A default that depends on the location of this checkout is replaced by the one on a node.
     doc = doc.replace(str(control_dir()), "/usr/lib/tidegate/MACHINE-linux-gnu")
     return Option(
         tuple(sorted(action.option_strings, key=len)),

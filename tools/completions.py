@@ -23,15 +23,15 @@ from tools.generated import write_or_check  # noqa: E402
 DIRECTORY = ROOT / "packaging/completions"
 HEAD = "# Written by `python tools/completions.py` from the parsers of the programs."
 FILE_NAMES = {"bash": "bash/{}", "zsh": "zsh/_{}", "fish": "fish/{}.fish"}
-# The first column of `tidegate ps`, without the lines below the table. Only ids without special
-# characters of the shell are offered, because crun accepts any id without a slash, and bash expands
-# the candidates that it is given. This also leaves out lines that begin with `violation:`.
+# The first column of `tidegate ps`, without the lines below the table. Only ids without characters
+# that are special to the shell are offered, because crun accepts any id without a slash, and bash
+# expands the candidates that it is given. This also leaves out lines that begin with `violation:`.
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
 BELOW = "^not its own|^unknown functions"
 CONTAINERS = (
     f"tidegate ps 2>/dev/null | awk '/{BELOW}/ {{exit}} NR > 1 && $1 ~ /^{PLAIN}$/ {{print $1}}'"
 )
-# shtab writes the command in double quotes for fish, which would expand the dollars in it.
+# For fish, shtab writes the command in double quotes, in which fish would expand dollar signs.
 ESCAPED = CONTAINERS.replace("$", r"\$")
 # Bash splits --option=value into three words, and shtab's function expects two.
 SPLIT = """

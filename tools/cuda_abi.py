@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return the declarations of NVIDIA's header, each form under the name of its export."""
+    """Return the declarations of NVIDIA's header, each form under its exported name."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DECLARED = ROOT / "libcontrol/declared.toml"
 KEPT = ROOT / "build/cuda-headers"
 PACKAGE = "nvidia-cuda-runtime"
-"""NVIDIA's Python package that contains cuda.h, from CUDA 13 on."""
+"""The Python package in which NVIDIA has shipped cuda.h since CUDA 13."""
 NEWEST = re.compile(rf"^{PACKAGE} \((\d+(?:\.\d+)+)\)", re.MULTILINE)
 ANSWER_S, DOWNLOAD_S = 20, 120
 BANNER = """\

@@ -73,7 +73,7 @@ def enter(root: Path, emulator: Path, binds: list[Path], *, throwaway: bool) -> 
     if throwaway:
         root = cover(root)
     else:
-        # A mount, like the root of a machine: `unshare --mount` requires one.
+        # The root has to be a mount point, like a machine's root, for `unshare --mount`.
         mount(str(root), root, "", MS_BIND)
     mount("proc", root / "proc", "proc")
     register(emulator, root / "proc/sys/fs/binfmt_misc")
@@ -91,7 +91,7 @@ def enter(root: Path, emulator: Path, binds: list[Path], *, throwaway: bool) -> 
 
 
 def run_first(command: list[str]) -> int:
-    """Run the command as the first process of its namespace: reap orphans until it ends."""
+    """As the first process of the namespace, run the command and reap orphans until it ends."""
     child = os.fork()
     if child == 0:
         try:

@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
 UNITS = ("systemd", "udev", "config.yaml")
 CODE = "tidegate/python"
-"""Directory of the packages in the wheel; the reason is in packaging/wheel/tidegate."""
+"""Directory of the packages in the wheel; packaging/wheel/tidegate explains the choice."""
 
 
 class WheelBuild(BuildHookInterface[Any]):
@@ -48,6 +48,6 @@ class WheelBuild(BuildHookInterface[Any]):
 
 
 def _glibc(libraries: list[Path]) -> int:
-    """Return N of the oldest glibc, 2.N, that has all symbol versions that the libraries need."""
+    """Return N of the oldest glibc, 2.N, with all symbol versions that the libraries need."""
     asked = [re.findall(rb"\bGLIBC_2\.([0-9]+)", path.read_bytes()) for path in libraries]
     return max(int(number) for found in asked for number in found)

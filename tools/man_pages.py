@@ -64,7 +64,7 @@ def _document(link: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return prose; a hyphen within a word stays a hyphen, one that begins an option is a minus."""
+    """Return prose: hyphens within words are kept, and those that begin options become minuses."""
     return "-".join(plain(part) for part in re.split(r"(?<=\w)-(?=\w)", text))
 
 
@@ -168,7 +168,7 @@ def _sentence(text: str) -> str:
 
 
 def statuses(*sources: tuple[object, set[str]]) -> list[tuple[str, str]]:
-    """Return exit statuses with their meanings, for the errors of a module with these codes."""
+    """Return exit statuses with their meanings, for the errors in each module with these codes."""
     found: dict[int, list[str]] = {}
     for module, codes in sources:
         for kind in vars(module).values():

@@ -32,7 +32,7 @@ def licence(text: str) -> str:
     found = "\n".join(lines).strip()
     if "Redistribution and use" not in found:
         raise SystemExit(
-            f"vendor: {MODULE} does not begin with its licence; find out where that is"
+            f"vendor: {MODULE} does not begin with its licence; find out where the licence is"
         )
     return found + "\n"
 
@@ -50,7 +50,7 @@ def from_here(directory: Path) -> None:
 
 
 def by_pip(directory: Path) -> None:
-    """Install the packages of requirements-vendor.lock with pip."""
+    """Install the packages in requirements-vendor.lock with pip."""
     lock = ROOT / "requirements-vendor.lock"
     options = ["--no-deps", "--no-compile", "--require-hashes", "--only-binary", ":all:"]
     pure = ["--platform", "any", "--implementation", "py", "--abi", "none"]
@@ -62,8 +62,8 @@ def by_pip(directory: Path) -> None:
     shutil.rmtree(directory / "bin", ignore_errors=True)
     for tests in ("jsonschema/tests", "jsonschema/benchmarks"):
         shutil.rmtree(directory / tests, ignore_errors=True)
-    # The metadata directory stays, because it has the licence. pip's records of the installation
-    # are removed.
+    # The metadata directory is kept, because it contains the licence. pip's records of the
+    # installation are removed.
     for info in directory.glob("*.dist-info"):
         for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
             (info / name).unlink(missing_ok=True)

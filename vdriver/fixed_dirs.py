@@ -30,9 +30,9 @@ def find_data(
     directories: Sequence[str],
     libraries: Collection[str],
 ) -> tuple[DataFile, ...]:
-    """Return the files of each place, the first one of each name; skip unusable files.
+    """Return the files of each place, the first one with each name; skip unusable files.
 
-    `libraries` contains the names of the driver's libraries, each up to and without `.so`.
+    `libraries` contains the names of the driver's libraries, each without `.so` and what follows.
     """
     found: dict[tuple[str, str], DataFile] = {}
     words = {"version": version, "triplet": TRIPLETS[machine]}

@@ -1,4 +1,4 @@
-"""System calls for namespaces and files that are not in Python's standard library."""
+"""System calls, for namespaces and files, that Python's standard library does not offer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def next_namespace(fd: int, request: int) -> int | None:
 
 def enter_namespace(fd: int, kind: int) -> None:
     """Enter a namespace; raise OSError if that is not permitted."""
-    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns exists since Python 3.12
+    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns is new in Python 3.12
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bind:
-    """A directory of the host that containers get at the same path, if it exists."""
+    """A directory of the host that is mounted in containers at the same path, if it exists."""
 
     path: str
     capability: str

@@ -8,8 +8,8 @@ The lock of the output directory allows one run at a time.
 If the file system allows it, file content is shared: with the previous generation, or with the
 driver's file, by a reflink or a hard link. A hard link is made only to a file that no user but root
 may write. A program that rewrites the driver's file in place then changes the mirror as well.
-Package managers do not rewrite files: they rename new ones to their names. `tidegate verify`
-reports such a change, and so does the next refresh, which makes another generation.
+Package managers do not rewrite files: they replace them by renaming new ones. `tidegate verify`
+reports such a change, and so does the next refresh, which makes a new generation.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
 
 
 def _explain(e: OSError, directory: Path) -> MirrorError:
-    """Return an error with the reason for which the mirror cannot be written, and a hint."""
+    """Return an error that states why the mirror cannot be written, with a hint."""
     message = f"{e.filename or directory}: {e.strerror or e}"
     if e.errno == errno.EROFS:
         hint = "mount it writable, or name another directory with --output"
@@ -153,7 +153,7 @@ def current_manifest(output: str | Path) -> Manifest | None:
 
 
 def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
-    """Return whether `plan` would make `manifest` again, and all of its files still exist.
+    """Return whether `plan` would make `manifest` again, and whether all of its files still exist.
 
     Names, sizes, times and build ids are compared: a mirrored file keeps its source's time, and the
     control libraries and the driver's libcuda and libnvidia-ml are in `watch`. No content is read.
@@ -455,7 +455,7 @@ def _free_name(final: Path) -> Path:
 
 
 def _exchange(work: Path, final: Path) -> Path:
-    """Replace a damaged generation by `work` in one step; return the damaged one's new path."""
+    """Replace a damaged generation with `work` in one step; return the damaged one's new path."""
     import ctypes
 
     aside = _free_name(final)

@@ -197,7 +197,7 @@ def _add_control(  # noqa: PLR0917 - private, and called twice
     version: str,
     name: str,
 ) -> None:
-    """Add the control library under every name of the driver's library, and that as the origin."""
+    """Add the control library under every name of the driver's library, which is the origin."""
     soname = f"{name}.so.1"
     copy = Copy(
         f"{LIB64}/{soname}",

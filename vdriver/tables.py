@@ -26,7 +26,7 @@ COMPAT32 = "compat32"  # the capability for 32-bit libraries, whatever they are 
 class PlaceRule:
     """Files that programs look for in fixed directories, on a host and in a container.
 
-    The fields are explained above the first [[place]] of libraries.toml.
+    The fields are explained above the first [[place]] in libraries.toml.
     """
 
     name: str

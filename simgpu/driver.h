@@ -55,7 +55,7 @@ struct command {
     uint64_t record; /* event: number of this record; free: number of the allocation */
     void *to;        /* copy, set, free */
     const void *from;
-    bool device_to, device_from; /* copy: whether the target, the source is device memory */
+    bool device_to, device_from; /* copy: whether the target, or source, is device memory */
     void *staged;                /* copy: memory owned by the command, freed when it is done */
     size_t n;                    /* copy, set: bytes per row */
     size_t rows, planes;         /* copy, set */
@@ -89,7 +89,7 @@ struct place {
     uint32_t value;
     uint64_t *stamp;
     uint64_t completed;
-    struct effect *first; /* effects of this kernel's end, in order */
+    struct effect *first; /* effects due when this kernel ends, in order */
     struct effect **last;
 };
 

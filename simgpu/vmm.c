@@ -4,8 +4,8 @@
  * An allocation is a range of a memfd, so that it can be mapped more than once and by other
  * processes. Each exportable allocation has its own file, whose last page describes it; all other
  * allocations share one file. The process that created an allocation is charged for it until that
- * process's handles and mappings are gone. A process that imported it is not charged, which matches
- * what NVML reports, but keeps the contents alive.
+ * process's handles and mappings are gone. A process that imported it keeps the contents alive, but
+ * is not charged, which matches what NVML reports.
  */
 #include "driver.h"
 

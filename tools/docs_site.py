@@ -77,7 +77,7 @@ def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
 def contents(text: str, pages: set[str]) -> str:
     """Return Sphinx's tables of contents: a caption for each heading, a line for each page.
 
-    A page is listed where it is linked first. A README.md below a listed directory needs no line in
+    A page is listed where it is first linked. A README.md below a listed directory needs no line in
     the index, so that the index need not change when an example is added.
     """
     tables: list[tuple[str, list[str]]] = []
@@ -107,7 +107,7 @@ def contents(text: str, pages: set[str]) -> str:
 
 
 def stage(directory: Path) -> None:
-    """Copy the pages to their places in the site, with the files to which they lead."""
+    """Copy the pages to their places in the site, with the files to which they link."""
     shutil.rmtree(directory, ignore_errors=True)
     texts = {
         page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ PROGRAMS = {
     "tidegate-forkserver": "oci_hook",
 }
 FRONT = ("tidegate-hook", "tidegate-runtime")
-# Targets of the commands in bin; the C programs execute the scripts with their names.
+# Targets of the commands in bin; the C programs execute the scripts of the same names.
 COMMANDS = {
     "tidegate": "governor/tidegate",
     "tidegate-governor": "governor/tidegate-governor",
@@ -111,7 +111,7 @@ def files(directory: Path) -> Iterator[Path]:
 
 
 def code(to: Installer, python: str, build: Path) -> None:
-    """Install the packages, and the commands as links, because programs locate code by path."""
+    """Install the packages, and the commands as links: programs locate their code by path."""
     for package in CODE:
         for path in files(ROOT / package):
             name = str(path.relative_to(ROOT))

@@ -360,7 +360,7 @@ class _Writer:
         return sha256
 
     def _hard_link(self, operation: Copy, status: os.stat_result, target: Path) -> bool:
-        """Link to the driver's own file if that is as safe as a copy; return whether it did."""
+        """Link to the driver's file if that is as safe as a copy; return whether it was linked."""
         if not self.hard_links or operation.role == "control":
             return False
         if status.st_uid != 0 or not _usable(operation, status):

@@ -119,7 +119,7 @@ def fits(name: str, pattern: str) -> bool:
     """Return whether a file name matches a shell pattern.
 
     Few names match, so the text before the star is compared first. Compiling a regular expression
-    takes longer than this comparison does for all names of a directory.
+    takes longer than this comparison does for all names in a directory.
     """
     head, star, _ = pattern.partition("*")
     return name.startswith(head) and fnmatchcase(name, pattern) if star else name == pattern

@@ -20,7 +20,7 @@
 #define GATE_CROSSED   64 /* eras without a dependency between streams until work is held again */
 #define GATE_PAUSE_NS                                                                              \
     (30 * NS_PER_US) /* a shorter idle time is not a pause: launches follow each other */
-#define GATE_LOST_NS  (1000 * NS_PER_MS) /* the governor counts as lost if its heartbeat is older */
+#define GATE_LOST_NS  (1000 * NS_PER_MS) /* with an older heartbeat, the governor counts as lost */
 #define GATE_LOCAL_NS (4 * NS_PER_MS)    /* length of the grants that a container gives itself */
 
 /* A word of pinned memory on which the held streams of a context wait. */

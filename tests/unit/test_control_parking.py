@@ -590,18 +590,21 @@ LEAVE_SHIM = """
 
 static int n_calls[256];
 
-/* Reports no free memory, or what FREE selects: all of it, less at each call, or an error. */
+static int fails(char letter);
+
+/* Reports no free memory. With FREE, all memory is free at first, and less at each of that many
+ * calls; with FREE=error, the call fails. */
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total);
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
-    static size_t taken;
+    static long n;
     const char *mode = getenv("FREE");
+    long n_falls = mode ? atol(mode) : 0;
 
+    fails('q');
     *total = 100ul << 30;
-    *free_bytes = mode ? *total : 0;
-    if (mode && !strcmp(mode, "falls"))
-        *free_bytes -= taken += 1ul << 20;
-    return mode && !strcmp(mode, "fails") ? 999 : 0;
+    *free_bytes = mode ? *total - ((size_t)(n < n_falls ? ++n : n_falls) << 20) : 0;
+    return mode && !strcmp(mode, "error") ? 999 : 0;
 }
 
 /* Writes a letter to the log, and returns whether this call of its kind is to fail. */
@@ -661,11 +664,16 @@ def leaving(build_dir: Path, tmp_path: Path) -> Iterator[tuple[ParkingNode, Agen
         node.close()
 
 
-def calls_of(agent: Agent) -> str:
+def all_calls_of(agent: Agent) -> str:
     """Return the letters of the calls that were logged."""
-    calls = agent.run("os.pread(int(os.environ['CALLS']), 1000, 0).decode()")
+    calls = agent.run("os.pread(int(os.environ['CALLS']), 10000, 0).decode()")
     assert isinstance(calls, str)
     return calls
+
+
+def calls_of(agent: Agent) -> str:
+    """Return the letters of the calls that were logged, without the queries of free memory."""
+    return all_calls_of(agent).replace("q", "")
 
 
 def test_memory_is_released_after_its_copy(leaving: tuple[ParkingNode, Agent]) -> None:
@@ -676,49 +684,52 @@ def test_memory_is_released_after_its_copy(leaving: tuple[ParkingNode, Agent]) -
     assert agent.seen == CONTEXT
 
 
+def n_waits(calls: str) -> int:
+    """Return how often the free memory was queried between the last copy and the first release."""
+    return calls[calls.rindex("s") : calls.index("u")].count("q")
+
+
 def test_memory_that_no_process_needs_is_released_at_the_end(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The GPU has much free memory, and no other process allocates any of it."""
+    """The GPU has much free memory, and no other process takes any of it."""
     node, agent = leaving
-    agent.run("os.environ['FREE'] = 'all'")
+    agent.run("os.environ['FREE'] = '0'")
     node.park(agent)
     assert calls_of(agent) == 5 * "cs" + 5 * "u"
     assert agent.seen == CONTEXT
 
 
 def test_memory_is_kept_while_others_take_free_memory(leaving: tuple[ParkingNode, Agent]) -> None:
-    """It is released only when they stop taking it, although enough memory is free."""
+    """It is released once they take no more, although there is enough."""
     node, agent = leaving
-    agent.run("os.environ['FREE'] = 'falls'")
-    node.order(resident=False)
-    until(lambda: calls_of(agent) == 5 * "cs")
-    time.sleep(0.2)
-    assert calls_of(agent) == 5 * "cs"
-    agent.run("os.environ['FREE'] = 'all'")
-    until(lambda: node.report(agent, "residency") == PARKED)
+    agent.run("os.environ['FREE'] = '200'")
+    node.park(agent)
     assert calls_of(agent) == 5 * "cs" + 5 * "u"
+    assert 150 < n_waits(all_calls_of(agent)) < 1000
     assert agent.seen == CONTEXT
 
 
 def test_memory_is_released_even_if_others_keep_taking_free_memory(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The others never stop taking it."""
+    """The wait ends after about 2000 queries, one in each millisecond."""
     node, agent = leaving
-    agent.run("os.environ['FREE'] = 'falls'")
+    agent.run("os.environ['FREE'] = '90000'")
     node.park(agent)
+    assert calls_of(agent) == 5 * "cs" + 5 * "u"
+    assert 1000 < n_waits(all_calls_of(agent)) < 2100
     assert agent.seen == CONTEXT
 
 
 def test_kept_memory_is_released_as_soon_as_it_may_return(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The order is revoked while the blocks are on the GPU as well as in host memory."""
+    """The order may be revoked while the blocks are on both sides."""
     node, agent = leaving
-    agent.run("os.environ['FREE'] = 'falls'")
+    agent.run("os.environ['FREE'] = '90000'")
     node.order(resident=False)
-    until(lambda: calls_of(agent) == 5 * "cs")
+    until(lambda: calls_of(agent).startswith(5 * "cs"))
     node.unpark(agent)
     assert agent.run("[holds(block, 6 << 20, i) for i, block in enumerate(blocks)]") == [True] * 5
     assert agent.seen == CONTEXT + 30 * MIB
@@ -730,7 +741,7 @@ def test_memory_is_released_at_once_where_free_memory_cannot_be_queried(
 ) -> None:
     """The driver returns an error."""
     node, agent = leaving
-    agent.run("os.environ['FREE'] = 'fails'")
+    agent.run("os.environ['FREE'] = 'error'")
     node.park(agent)
     assert calls_of(agent) == 5 * "csu"
 
@@ -740,7 +751,7 @@ def test_a_copy_that_fails_leaves_memory_that_was_kept_where_it_is(
 ) -> None:
     """No block was released before the last copy failed; the second attempt succeeds."""
     node, agent = leaving
-    agent.run("os.environ.update(FREE='all', FAILING='c5')")
+    agent.run("os.environ.update(FREE='0', FAILING='c5')")
     node.park(agent)
     assert calls_of(agent) == 4 * "cs" + "cs" + 5 * "cs" + 5 * "u"
     node.unpark(agent)

@@ -43,7 +43,7 @@ class ArmContainer:
 
     @property
     def job(self) -> str:
-        """The job that it runs, without pauses. Its work is compared with this job running alone."""
+        """The job that it runs, without pauses. Its work is compared with that of the job alone."""
         return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
 
     @property

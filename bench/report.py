@@ -189,7 +189,7 @@ def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
     kind = "a simulated GPU" if gpu["kind"] == "simulated" else f"one {gpu['name']}"
     errors = {label: one["mean_abs_error_pp"] for label, one in report["windows"].items()}
     notes = "; ".join(f"{one.name}: {one.note}" for one in series)
-    first = "Before 0 s without Tidegate. " if earlier else ""
+    first = "Before 0 s, the jobs run without Tidegate. " if earlier else ""
     where = f"{kind}. {first}" if first else f"{kind}, driver {gpu['driver']}. "
     return Chart(
         title="Delivered GPU time",

@@ -18,8 +18,9 @@ checked. Hogs are containers that always have work on one GPU. The columns:
 - "Longest": the longest time without an iteration.
 
 In the part `restart` the governor is killed with SIGKILL and started again. "Back" is the time from
-the new governor's first answer until the work in 100 ms was within 5 points of the share for the
-first time. "Work, 1 to 2 s" is the work in the second from 1 to 2 s after that answer.
+the new governor's first answer until the work in a window of 100 ms was within 5 percentage points
+of the share for the first time. "Work, 1 to 2 s" is the work in the second from 1 to 2 s after that
+answer.
 """
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]], str]

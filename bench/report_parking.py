@@ -12,13 +12,14 @@ PARKING = """\
 them, and sends a request to each in turn: that model comes back from host memory while another
 one leaves. *First kernel* is the time from the request until a kernel of the model has ended;
 without Tidegate, with the GPU to itself, that takes less than a millisecond. The longest ones are
-the first of each run, while host memory is still being pinned. *Rate* is that of the contents that
-come back. The neighbour is a container that always has work and stays on the GPU: its speed while
-models move, in percent of its speed while none does.
+the first of each run, while host memory is still being pinned. *Rate* is the
+speed at which the contents are copied back. The neighbour is a container that always has work and
+stays on the GPU; the column shows its speed while models move, in percent of its speed while none
+does.
 
 Each model checks its answer and a part of its contents at each request, and all contents at the
-end; all were right, and no container held more than its quota. The models hold either blocks of the
-driver API or the weights of a model in PyTorch.
+end; all were right, and no container held more than its quota. The models hold either blocks that
+were allocated through the driver API, or the weights of a PyTorch model.
 
 Two containers that always work and do not fit together take turns; what they deliver together is
 given in percent of what one of them delivers alone.
@@ -33,8 +34,8 @@ DEATHS = """\
 With `--parts deaths`, two containers that do not fit together share the GPU in turns, while 8
 processes of each allocate and free at random in 64 threads, and are killed continuously. The run
 fails if a container uses more than its quota for longer than a second according to NVML, if a call
-fails for a reason other than a lack of memory, or if memory of the GPU or the host is left at the
-end.
+fails for a reason other than a lack of memory, or if memory of the GPU or the host is still in
+use at the end.
 """
 DEATHS_TITLES = (
     "result", "quotas", "killed", "allocations", "parked", "most used", "left on the GPU",

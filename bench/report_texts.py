@@ -68,7 +68,7 @@ GPU. Rows with "both in one process" were measured in one governed process that 
 library and the driver's libcuda behind it, and calls each in turn. This excludes differences
 between processes.
 
-The stub is a driver with functions that return at once. The difference over the stub is the control
+The stub is a driver with functions that return at once. The difference from the stub is the control
 library's own cost, without a container around it.
 """
 
@@ -120,7 +120,7 @@ The arms:
 - `alone`: only the service, without Tidegate.
 - `governed`: only the service, under Tidegate, with a cap of 70 % and the class `latency`.
 - `native`: the service and the jobs, without Tidegate.
-- `gate`: grants at the launch divide the time.
+- `gate`: grants, for which each launch waits, divide the time.
 - `hardware`: the GPU's own scheduler divides the time.
 - `latency`: as `hardware`, and the service has the class `latency` and the cap.
 
@@ -168,8 +168,8 @@ others by SIGKILL. All guarantees together fit on the GPU.
 The share of a container is its work from one second after its first unit, in percent of what it
 does alone in that time. It is measured for containers that always have work and live for at least
 two seconds. "Below" is the largest distance of a container below its guarantee, in points.
-"Seconds" are those of the container that is always there. There is no run without Tidegate, which
-would guarantee nothing.
+"Seconds" is how long the container ran that is present in every arm. There is no run without
+Tidegate, which would guarantee nothing.
 """
 
 
@@ -178,7 +178,7 @@ PROGRAMS = """\
 
 `python -m bench.programs` runs each program natively, and then in a container with a quota of
 memory and 50 % of the GPU's time. It compares the exit status, named checks, values and printed
-lines. "The same" means the same to the bit; otherwise the difference is within the program's own
+lines. "The same" means bit-identical; otherwise the difference is within the program's own
 tolerance. Launches, replaced look-ups and the peak of charged memory are what the governor counted
 for the container.
 """

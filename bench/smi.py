@@ -1,8 +1,8 @@
 """`python -m bench.smi`: checks what nvidia-smi shows in a container with a quota.
 
-A container burns the GPU and runs nvidia-smi at the same time: first alone with a cap of 100 %,
-then with a cap of 30 % while another container burns as well. Each time nvidia-smi must show the
-quota, the memory of the container's process, no other process, and a GPU that is fully used.
+A container keeps the GPU busy and runs nvidia-smi at the same time: first alone and without a cap,
+then with a cap of 30 % while another container uses the GPU as well. Each time nvidia-smi must show
+the quota, the memory of the container's process, no other process, and a GPU that is fully used.
 """
 
 from __future__ import annotations

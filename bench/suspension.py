@@ -3,13 +3,13 @@
 One container holds memory with known contents and computes on a part of it continuously
 (examples/workloads/programs/holder.py). It is repeatedly suspended for a second and resumed; before
 every third resume, the governor is killed and another one is started. The other container runs
-kernels all the time and may be lent the whole GPU. Before that, the same program is suspended
-without Tidegate, by the driver's calls alone, with the GPU to itself.
+kernels all the time and may be lent the whole GPU. Before both of them start, holder.py alone is
+suspended without Tidegate, by the driver's calls.
 
-The run fails if the contents differ at the end, if the container runs a turn while it is suspended,
-or if the GPU's used memory falls by less than the memory that the container holds, or by less than
-what NVML attributes to its process. It reports how long the calls take, and how fast the neighbour
-works during the calls and while the container is suspended. The results are written to
+The run fails if the contents differ at the end, if the program completes an iteration while it is
+suspended, or if the GPU's used memory falls by less than the memory that the container holds, or by
+less than what NVML attributes to its process. It reports how long the calls take, and how fast the
+neighbour works during the calls and while the container is suspended. The results are written to
 suspension.json.
 """
 
@@ -58,13 +58,13 @@ NEIGHBOUR = ArmContainer(30, limit=100)
 
 
 def read_turns(container: Running) -> list[tuple[float, float, float]]:
-    """Return each turn's end in seconds, and its durations by the host and by events, in ms."""
+    """Return each iteration's end in seconds, and its duration in ms by the host and by events."""
     lines = (container.out / "turns").read_text().splitlines()
     return [(float(a), float(b), float(c)) for a, b, c in (line.split() for line in lines)]
 
 
 def timed(node: BenchNode, op: str, container: Running) -> dict[str, Any]:
-    """Suspend or resume a container; return the answer, with the call's begin and end in ns."""
+    """Suspend or resume a container; return the answer and the times of the call, in ns."""
     began = now()
     answer = ask(node.config, op, CALL_S, id=container.identifier)
     return {"began": began, "ended": now(), **answer}

@@ -46,7 +46,7 @@ class GpuUse:
     used: int = 0
     peak: int = 0
     is_listed: bool = False
-    """Whether a sample has shown the process since it last had no context."""
+    """Whether a sample has shown the process since the process last had no context."""
     part: float = 0.0  # of the GPU's time, percent
     worked: float = 0.0  # `part` times nanoseconds, summed
 

@@ -220,7 +220,7 @@ class Mps:
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
         self._was_killed = False
-        self._reported_until = 0.0  # end of the time that the reported events use up
+        self._reported_until = 0.0  # rate limit: the reported events count until then
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 

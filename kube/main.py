@@ -267,28 +267,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--default-memory",
         metavar="QUANTITY",
-        help="memory of a claim that names none, like 8Gi (default: all of the GPU's)",
+        help="memory of a claim that specifies none, for example 8Gi (default: all of the GPU's)",
     )
     parser.add_argument(
         "--default-compute",
         metavar="PERCENT",
-        help="compute of a claim that names none (default: 100)",
+        help="compute of a claim that specifies none (default: 100)",
     )
     parser.add_argument(
         "--look-every",
         type=float,
         default=PERIOD_S,
         metavar="SECONDS",
-        help="interval at which the governor is asked about its GPUs (%(default)g); changes are"
-        " written to the API server at three times this interval at most",
+        help="interval at which the governor is asked about its GPUs (%(default)g); writes of"
+        " changes to the API server are at least three times this interval apart",
     )
     parser.add_argument(
         "--instance",
         default=os.environ.get("POD_UID", ""),
         metavar="NAME",
-        help="a name for the sockets, usually the pod's uid, with which a kubelet of 1.33 or newer"
-        " accepts this driver alongside the one that it replaces (default: POD_UID; without a"
-        " name it is the only driver)",
+        help="a name for the sockets, usually the pod's uid. With it, a kubelet 1.33 or newer"
+        " accepts this driver alongside the one that it replaces; without it, this driver is the"
+        " only one (default: POD_UID)",
     )
     parser.add_argument("--ready-file", metavar="FILE", help="exists while the GPUs are offered")
     return parser
@@ -322,7 +322,7 @@ class _Ready:
         self.show(ready=False, always=True)  # removes the file of a driver that was killed
 
     def show(self, *, ready: bool, always: bool = False) -> None:
-        """Create or remove the file if `ready` has changed, or always."""
+        """Create or remove the file if `ready` has changed; with `always`, in any case."""
         if self._path is None or (ready == self._shown and not always):
             return
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ MAX_DEVICES = 64
 """Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
-"""Minimum memory of a claim in bytes, that of a context, if the governor does not report it."""
+"""Memory of a context, in bytes. It is the minimum of a claim, unless the governor reports one."""
 
 
 @dataclass(frozen=True)

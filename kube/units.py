@@ -36,7 +36,7 @@ class UnitPolicy:
         """Return the guarantee and the cap, in percent, for `units` of a GPU's `all_units`.
 
         Shares in proportion are rounded down to whole percent, so they never add up to more than
-        100. The exception is the least guarantee, 1 %, where it is more than the proportion: on a
+        100. The exception is the minimum guarantee of 1 %, if the proportion would be less: on a
         GPU with more than 100 units, the governor may refuse a container although units are left.
         """
         part = units * 100 // all_units if self.compute is None else self.compute

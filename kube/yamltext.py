@@ -100,7 +100,7 @@ def _index(event: yaml.Event) -> int:
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Count a node once per reference; raise UnreadableError if there are too many, or a cycle."""
+    """Count nodes once per reference; raise UnreadableError for too many, or for a cycle."""
     left = MAX_NODES
 
     def count(node: yaml.Node, above: int) -> None:

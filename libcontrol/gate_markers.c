@@ -40,7 +40,7 @@ void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger
     g->n_marking--;
 }
 
-/* Whether work of this grant runs without a marker behind it because streams capture. */
+/* Whether work of this grant runs without a marker behind it because streams are capturing. */
 bool gate_unmarked(const struct gate *g)
 {
     const struct queue *q = &g->queue;

@@ -105,7 +105,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
     return result;
 }
 
-/* Puts into `list`, like the driver, only processes that used the GPU, and only if the sample is
+/* Fills `list` as the driver does: with the processes that used the GPU, and only if the sample is
  * newer than `last`. Returns their number. */
 static unsigned busy_processes(const struct page_device *own, unsigned long long last,
                                struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)

@@ -26,7 +26,7 @@ static struct {
     uint64_t movable, away_ns, moved, move_ns;
 } totals;
 
-/* Nested calls of this thread that have entered, and whether the thread could be cancelled before.
+/* Number of nested parking_enter() of this thread, and whether it could be cancelled before them.
  * A thread that was cancelled inside the driver would be counted for ever. */
 static __thread uint32_t depth;
 static __thread int cancel_before;
@@ -77,7 +77,8 @@ bool parking_start(void)
     return false;
 }
 
-/* A page that no longer allows parking gives no orders: it was damaged when the process started. */
+/* A page that does not allow parking gives no orders. If it allowed parking when the process
+ * started, it was damaged then. */
 bool parking_must_leave(void)
 {
     const struct grant_device *grant = pages_grant_device(0);

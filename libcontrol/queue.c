@@ -142,10 +142,11 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 }
 
 /*
- * Returns when work that finds the queue empty at `now` begins. Where containers share one context
- * of the GPU, this work starts alongside the last work of the previous holder, which is charged for
- * the time until `begins_ns` and may need longer than it reported. Events do not wait for the
- * holder's work, so the interval between this container's first two events seems to take longer.
+ * Returns the begin of work that is submitted at `now` to an empty queue. Where containers share
+ * one context of the GPU, this work starts alongside the last work of the previous holder, which is
+ * charged for the time until `begins_ns` and may need longer than it reported. Events do not wait
+ * for the holder's work, so the interval between this container's first two events seems to take
+ * longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -355,8 +356,8 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     return true;
 }
 
-/* Corrects the model according to the GPU's answer. Returns whether the marker was retired, so that
- * the next may be due. */
+/* Corrects the model according to the GPU's answer. Returns whether the marker was retired; then
+ * the next one may be due. */
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now)
 {
@@ -458,8 +459,8 @@ bool queue_overruns(const struct queue *q)
 /*
  * Whether other containers should wait for the end of the remaining work. Alongside their work it
  * takes longer, so its end does not show whether the same work now takes longer even when alone.
- * Work that does not end a grant shows that. Where there is no such work, as when a grant is one
- * interval, this returns true once in a while.
+ * Work that is not the last of its grant does show it. Where there is no such work, as when a grant
+ * is one interval, this returns true once in a while.
  */
 bool queue_asks(struct queue *q)
 {

@@ -84,8 +84,8 @@ def _attributes(status: os.stat_result) -> Attributes:
 def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
     """Describe the file or link at a path so that it can be restored; `data` is a file's content.
 
-    The result is empty for anything else and for a file that is too large: then the cache that
-    replaces it stays at the container's end, and only loses the entries that lead to the driver.
+    The result is empty for anything else and for a file that is too large: the cache that
+    replaces it is then left in place when the container ends, without the entries for the driver.
     The file is not read again, because its name may belong to another file by now.
     """
     parent, _, name = path.rpartition("/")

@@ -3,8 +3,8 @@
 crun reports only the exit code of a failed hook. What crun itself writes to standard error reaches
 the user: conmon reads it and passes it to Podman or CRI-O. So the hook writes the line to the
 standard error of its parent process, which is the crun that started it. Podman prefers crun's log
-if that is a single JSON document. So the line is appended to the log as well, which then no longer
-is a single document.
+if that is a single JSON document. So the line is appended to the log as well, which is then no
+longer a single document.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ NAMESPACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 MAX_CHILDREN = 16
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 N_SPARE = 2  # children that wait for callers; further callers wait until more are forked
-PAUSE_S = 0.1  # seconds until the next attempt when memory, descriptors or children are short
+PAUSE_S = 0.1  # seconds until the next attempt if there was no memory, descriptor or child left
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 REPORT = struct.Struct("=i?")  # a child's report: its pid, and whether its code is up to date

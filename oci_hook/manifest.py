@@ -118,7 +118,7 @@ class WantedParts(NamedTuple):
     programs: tuple[MirrorProgram, ...]
     places: tuple[FixedFiles, ...]
     binds: tuple[MirrorBind, ...]
-    names64: tuple[str, ...]  # names that ld.so.cache has to lead to the set's lib64
+    names64: tuple[str, ...]  # names that ld.so.cache has to resolve to the set's lib64
     names32: tuple[str, ...]
     compat32: Literal["no", "asked", "offered"]  # offered: used if the image has 32-bit glibc
 
@@ -136,7 +136,7 @@ def _object(
 
 def _list(value: Any, least: int = 0) -> list[Any]:
     if type(value) is not list or len(value) < least:
-        raise TypeError(f"{show(value, 40)}, not a list of {least} or more")
+        raise TypeError(f"{show(value, 40)}, not a list of at least {least} elements")
     return value
 
 
@@ -171,7 +171,7 @@ def _checked(value: Any, fits: Callable[[str], bool]) -> str:
 
 def _whole(value: Any, least: int | None = None) -> int:
     if type(value) is not int or (least is not None and value < least):
-        raise TypeError(f"{show(value, 40)}, not a whole number that fits")
+        raise TypeError(f"{show(value, 40)}, not a whole number in the permitted range")
     return value
 
 
@@ -468,8 +468,8 @@ def _choose_set(manifest: MirrorManifest, asked: frozenset[str]) -> MirrorSet:
 def choose_share(manifest: MirrorManifest, capabilities: tuple[str, ...]) -> WantedParts:
     """Choose the parts of the mirror for a container that asks for these capabilities.
 
-    The set determines the other parts: a container with its libraries gets the files that belong to
-    them.
+    The set determines the other parts: a container that gets the set's libraries also gets the
+    files that belong to these libraries.
     """
     asked = frozenset(capabilities)
     chosen = _choose_set(manifest, asked - {COMPAT32})

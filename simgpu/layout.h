@@ -111,7 +111,7 @@ struct gpu_timeline {
 
 /* The command waits for a word in its process's memory. */
 #define GPU_HELD (1ull << 63)
-/* The kernel spins: its owner sets its length once the word that it polls has the value. */
+/* The kernel polls a word: its length is set once the word has the value that it waits for. */
 #define GPU_SPINS (1ull << 62)
 
 struct gpu_command {
@@ -182,5 +182,5 @@ GPU_OFFSET(shared.slots, 0x1058);
 GPU_OFFSET(shared.timelines, 0x5058);
 GPU_OFFSET(contexts, 0x10000);
 _Static_assert(sizeof(struct gpu_slot) == 64, "simgpu.py has this size, too");
-_Static_assert(sizeof(struct gpu_timeline) == 56 + 80 * GPU_CONTEXTS, "simgpu.py has it, too");
+_Static_assert(sizeof(struct gpu_timeline) == 56 + 80 * GPU_CONTEXTS, "simgpu.py has this size");
 _Static_assert(sizeof(struct gpu_context) == 64 + 16384, "simgpu.py has this size, too");

@@ -107,7 +107,7 @@ CUresult stream_new(struct context *context, unsigned int flags, int priority,
     return CUDA_SUCCESS;
 }
 
-/** stream_free() - end the handle at once; pending work of the stream continues */
+/** stream_free() - invalidate the handle at once; pending work of the stream continues */
 void stream_free(struct stream *stream)
 {
     struct stream **link = &stream->context->streams;

@@ -18,7 +18,7 @@ from vdriver.tables import PlaceRule, fits
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 ALTERNATIVE = re.compile(r"/nvidia/([^/]+)$")
 TABLE = "libraries.toml"  # the source of a file that the host lacks
-MAX_TEXT = 1 << 20  # bytes; the largest known file has 7 KiB
+MAX_TEXT = 1 << 20  # bytes; the largest known file is 7 KiB long
 
 
 def find_data(

@@ -187,8 +187,8 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
     ]
     if at_once:
         yield note(
-            f"{len(at_once)} containers ({str(at_once[0]['id'])[:64]}) are of class latency, which"
-            " has no effect on a GPU that is shared by grants",
+            f"class latency of {len(at_once)} container(s) ({str(at_once[0]['id'])[:64]}) has no"
+            " effect, because grants divide the GPU's time",
             "set scheduling: auto, then systemctl restart tidegate-governor"
             if node.config.scheduling == "gate"
             else None,

@@ -163,7 +163,7 @@ def output(root: Root, *command: str) -> str | None:
         last = done.stderr.strip().rpartition("\n")[2][-500:]
         raise SetupError(
             f"{' '.join(command)} ended with {done.returncode}: {last}",
-            hint="correct what it says first",
+            hint="correct that first",
         )
     return done.stdout
 

@@ -43,12 +43,13 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
         return [f"this {validation.command[0]} does not know `{said}`: the new files are unchecked"]
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        fault = f"`{said}` ends with {done.returncode}: {(lines or [''])[-1].strip()[-LONGEST:]}"
+        reason = (lines or [""])[-1].strip()[-LONGEST:]
+        fault = f"`{said}` exits with status {done.returncode}: {reason}"
     else:
         fault = validation.check(done.stdout) or ""
     if fault:
         raise SetupError(
-            f"with the new files {fault}", hint="nothing was changed; correct what it says first"
+            f"with the new files, {fault}", hint="nothing was changed; correct that first"
         )
     return []
 

@@ -49,7 +49,8 @@ static bool is_among(const char *word, const char *const names[])
     return false;
 }
 
-/* The kind of an option: before the command, of `delete`, or of a command that creates. */
+/* Returns the kind of an option. It stands before the command, or belongs to `delete` or to a
+ * command that creates a container. */
 static enum kind kind_of(const char *name, const char *command)
 {
     static const char *const values[] = {"cgroup-manager", "criu", "log",      "log-format",
@@ -230,8 +231,9 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
         _exit(STATUS_CONFIG);
     }
     if (pid < 0)
-        handover_fail(STATUS_OS_ERROR,
-                      "tidegate-runtime: cannot create a process for the runtime; free memory\n");
+        handover_fail(
+            STATUS_OS_ERROR,
+            "tidegate-runtime: cannot create a process for the runtime; free some memory\n");
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR)
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status was lost\n");

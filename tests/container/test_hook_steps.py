@@ -33,7 +33,7 @@ def canary(tmp_path: Path) -> Canary:
 
 
 class Swap:
-    """A name of the image and, next to it, a link to the host; `put(True)` puts the link in the
+    """A name in the image and, next to it, a link to the host; `put(True)` puts the link in the
     name's place.
     """
 
@@ -59,12 +59,12 @@ def accesses_image(step: SystemCall) -> bool:
 PATTERNS: dict[str, Callable[[int], bool]] = {
     "every step": lambda n: n % 2 == 0,
     "every step, the other way": lambda n: n % 2 == 1,
-    "two and two": lambda n: n % 4 < 2,
-    "two and two, later": lambda n: (n + 1) % 4 < 2,
+    "in twos": lambda n: n % 4 < 2,
+    "in twos, later": lambda n: (n + 1) % 4 < 2,
     "one in three": lambda n: n % 3 == 0,
     "two in three": lambda n: n % 3 > 0,
 }
-QUICK = {"every step", "every step, the other way", "two and two"}
+QUICK = {"every step", "every step, the other way", "in twos"}
 SWAPPED = [
     "usr",
     "usr/lib",
@@ -86,7 +86,7 @@ MAY_BE_THERE = {f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate"}
 def test_a_directory_that_is_a_link_at_every_other_step(
     node: HookNode, runtime: Runtime, canary: Canary, place: str, pattern: str
 ) -> None:
-    """R2: the hook uses the file that it checked. The image has the host's path too, so that the hook continues."""
+    """R2: the hook uses the file that it checked. The path on the host exists in the image too, so that the hook does not stop there."""
     bundle = run_nothing(node.bundle(""))
     if place in MAY_BE_THERE:
         (bundle.rootfs / place).mkdir(parents=True)

@@ -343,9 +343,7 @@ def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
             assert ran.stderr.startswith(
                 "tidegate: with the new files `dockerd --validate --config-file /etc/docker/daemon.json` ends with 1: "
             )
-            assert ran.stderr.endswith(
-                f"{reason}; nothing was changed; correct what it says first\n"
-            )
+            assert ran.stderr.endswith(f"{reason}; nothing was changed; correct that first\n")
         assert host.path("/etc/docker/daemon.json").read_text() == content
     host.write("/etc/docker/daemon.json", DAEMON)
     assert typed(site, "docker").status == 0
@@ -373,7 +371,7 @@ def test_a_file_that_containerd_rejects_is_not_written(
             "tidegate: with the new files `containerd --config /etc/containerd/config.toml config dump` ends with 1: "
         )
         assert "cannot decode TOML integer into struct field config.Config.Root" in refused.stderr
-        assert refused.stderr.endswith("; nothing was changed; correct what it says first\n")
+        assert refused.stderr.endswith("; nothing was changed; correct that first\n")
         host.path(beside).unlink()
         host.path("/etc/containerd/conf.d").rmdir()
     else:

@@ -284,7 +284,7 @@ def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
         if version == 5:
             assert site.refused().endswith(
                 "with the new files Podman reads hooks from /x, because of a containers.conf that takes precedence, "
-                f"and not from {OWN}; nothing was changed; correct what it says first\n"
+                f"and not from {OWN}; nothing was changed; correct that first\n"
             )
             assert not site.host.path(OWN).exists()
         else:

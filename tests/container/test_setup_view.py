@@ -79,7 +79,7 @@ def test_the_engines_message_is_the_reason(tmp_path: Path) -> None:
     with pytest.raises(SetupError) as caught:
         tell(f"echo usage >&2; echo 'bad' $(cat {path}) >&2; echo >&2; exit 3", tmp_path)
     assert str(caught.value).endswith(
-        "ends with 3: bad new; nothing was changed; correct what it says first"
+        "exits with status 3: bad new; nothing was changed; correct that first"
     )
     assert str(caught.value).startswith("with the new files `sh -c ")
     assert not path.parent.exists()

@@ -300,7 +300,7 @@ CASE(cuMemGetAllocationGranularity, 0, (properties()), fn(&v.n, &v.prop, CU_MEM_
 CASE(cuMemGetAllocationPropertiesFromHandle, 0, (need_handle()), fn(&v.prop, v.handle));
 CASE(cuMemRetainAllocationHandle, 0, (need_mapped()), fn(&v.handle2, (void *)v.p));
 
-/* Memory in the order of streams */
+/* Stream-ordered memory */
 CASE(cuMemFreeAsync, PTSZ | OWN, (need_pooled()), fn(v.p, w.stream));
 CASE(cuMemAllocAsync, PTSZ | OWN, (), fn(&v.p, TAKE, w.stream));
 CASE(cuMemPoolTrimTo, OWN, (need_kept()), fn(v.pool, 0));

@@ -1,4 +1,4 @@
-"""Containers that lie to the arbiter, on a virtual clock: their reports reduce no other share.
+"""Containers that lie to the arbiter, on a virtual clock: their reports do not reduce the share of any other container.
 
 A ledger is written by its container, and the arbiter reads it every few microseconds. A container
 can therefore report at any time that it wants the GPU, that it works, that it is done, and how
@@ -63,7 +63,7 @@ def is_done_at_once(at: Now) -> None:
 
 
 def works_for_half_a_hand_over(at: Now) -> None:
-    """Hold the GPU for as long as a hand-over may cost, and report no work."""
+    """Hold the GPU for as long as a hand-over may take, and report no work."""
     at.arbiter.want(at.tenant, at.now, want=True)
     if at.holds and at.now >= at.began + 400_000:
         at.arbiter.released(at.now)
@@ -129,8 +129,8 @@ def test_a_liar_takes_no_share_of_another_container(library, lie, quotas, quota,
     """A lie gains at most a quarter of the liar's own share. If all time is promised, all
     containers pay for hand-overs.
 
-    If a grant that is given back early counts only by the reported use, four of these lies leave
-    the others less than 1 % of the GPU, and the fifth leaves them 36 of 45 %.
+    If only the reported use of a grant that is given back early were charged, four of these lies
+    would leave the others less than 1 % of the GPU, and the fifth 36 of 45 %.
     """
     got = shares(library, quotas, lie, quota, limit)
     for share, promised in zip(got, quotas, strict=True):
@@ -162,12 +162,12 @@ NAP = 150_000
 WORK = 10_000
 
 
-def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
+def test_containers_that_work_briefly_pay_for_the_context_switches(library):
     """Three containers work for 10 us and sleep for 150 us. Each grant makes the GPU switch
     contexts twice.
 
-    If such grants count only by the reported use, the other container has 42.5 % instead of its
-    50 %.
+    If only the reported use of such grants were charged, the other container would have 42.5 %
+    instead of its 50 %.
     """
     step = 10_000
     with Arbiter(library, config()) as arbiter:

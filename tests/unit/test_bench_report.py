@@ -72,7 +72,7 @@ def test_the_shares_without_tidegate_are_next_to_those_with_it(containers):
     assert chart.x_range == (-3, pytest.approx(5, abs=0.02))
     assert [x for x, _ in chart.series[0].points] == [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
     assert chart.series[0].points[0][1] == pytest.approx(50)
-    assert "Before 0 s without Tidegate" in chart.subtitle
+    assert "Before 0 s, the jobs run without Tidegate" in chart.subtitle
 
 
 def test_the_report_contains_what_was_promised_and_what_was_delivered(report):

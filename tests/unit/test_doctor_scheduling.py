@@ -58,7 +58,7 @@ def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         found = find(monkeypatch, scheduling, [GRANTS], AT_ONCE)
         assert found == [
-            "note: 1 containers (c1) are of class latency, which has no effect on a GPU that is shared by grants"
+            "note: class latency of 1 container(s) (c1) has no effect, because grants divide the GPU's time"
         ]
         (finding,) = service.scheduling(ExaminedNode(config=Config(scheduling=scheduling)))
         assert finding.remedy == remedy

@@ -151,7 +151,7 @@ DENIED = {"allow": False, "access": "rwm"}
 def test_a_rule_for_all_devices_counts_as_a_gpu_and_is_kept(
     *, rule: dict[str, Any], counts: bool
 ) -> None:
-    """A container with this rule does not start without a driver. Privileged containers need it."""
+    """Without a driver, a container with this rule does not start. Privileged containers need the rule."""
     document = {"linux": {"resources": {"devices": [DENIED, {"allow": True, **rule}]}}}
     assert gives_gpu(document) == counts
     why = UnservedImageError("the image is built on musl", hint="")
@@ -205,7 +205,7 @@ GO, GETOPT = False, True
         (GETOPT, "run --no-piv -b /b id", "/b"),
     ],
 )
-def test_command_lines_are_parsed_as_by_each_runtime(
+def test_command_lines_are_parsed_as_each_runtime_parses_them(
     *, like_crun: bool, arguments: str, bundle: str
 ) -> None:
     """tests/container/test_fronts.py runs each real runtime with these command lines."""
@@ -322,7 +322,7 @@ def test_simulated_gpus_have_no_nodes(tmp_path: Path) -> None:
 GPUS = [Device(0, "GPU-a", "one", 1 << 34, 3), Device(1, "GPU-b", "other", 1 << 34, 0)]
 
 
-def test_the_gpus_are_cdi_devices_by_index_uuid_and_all(dev: Path) -> None:
+def test_the_gpus_are_cdi_devices_named_by_index_and_uuid_and_as_all(dev: Path) -> None:
     spec = make_spec(GPUS, arguments=["--driver-dir", "/d"], dev_dir=str(dev))
     assert (spec["cdiVersion"], spec["kind"]) == ("0.5.0", "tidegate.gpu/shared")
     nodes = {

@@ -82,7 +82,7 @@ def test_each_context_takes_512_mib_while_it_exists(driver: SimulatedDriver, gpu
 
 
 @pytest.mark.usefixtures("context")
-def test_large_memory_is_charged_in_units_of_2_mib(driver: SimulatedDriver) -> None:
+def test_a_large_allocation_is_charged_in_units_of_2_mib(driver: SimulatedDriver) -> None:
     for size, charged in ((MIB, 2), (2 * MIB, 2), (2 * MIB + 1, 4), (64 * MIB + 1, 66)):
         address = driver.allocate(size)
         assert driver.free_memory() == (512 - charged) * MIB
@@ -92,7 +92,7 @@ def test_large_memory_is_charged_in_units_of_2_mib(driver: SimulatedDriver) -> N
 
 @pytest.mark.usefixtures("context")
 @pytest.mark.parametrize(("n", "size", "slabs"), [(5000, 256, 2), (100, 600 << 10, 34)])
-def test_small_memory_shares_slabs_of_2_mib(
+def test_small_allocations_share_slabs_of_2_mib(
     driver: SimulatedDriver, n: int, size: int, slabs: int
 ) -> None:
     blocks = [driver.allocate(size) for _ in range(n)]
@@ -130,7 +130,7 @@ def test_host_memory_is_not_freed_as_device_memory(driver: SimulatedDriver) -> N
 
 
 @pytest.mark.usefixtures("context")
-def test_a_request_beyond_the_memory_is_out_of_memory(driver: SimulatedDriver) -> None:
+def test_a_request_beyond_the_gpus_memory_fails(driver: SimulatedDriver) -> None:
     address = ctypes.c_uint64()
     assert driver.try_call("cuMemAlloc_v2", ctypes.byref(address), 513 * MIB) == OUT_OF_MEMORY
     driver.allocate(512 * MIB)
@@ -139,7 +139,7 @@ def test_a_request_beyond_the_memory_is_out_of_memory(driver: SimulatedDriver) -
     assert driver.try_call("cuMemAlloc_v2", ctypes.byref(address), 0) == INVALID_VALUE
 
 
-def test_a_context_that_does_not_fit_is_out_of_memory(
+def test_a_context_that_does_not_fit_cannot_be_created(
     library: SimulatedDriver, tmp_path: Path
 ) -> None:
     simgpu.create(tmp_path, memory=511 * MIB, virtual_clock=True)
@@ -288,7 +288,7 @@ def test_events_without_timing_or_without_a_record_have_no_time(
     assert driver.try_call("cuEventElapsedTime", milliseconds, timed, end) == NOT_READY
 
 
-def test_a_pair_of_two_contexts_has_no_time_before_both_events_have_happened(
+def test_events_of_two_contexts_have_no_time_between_them_before_both_events_have_happened(
     driver: SimulatedDriver,
 ) -> None:
     first, second = driver.context(), driver.context()

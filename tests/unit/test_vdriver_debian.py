@@ -257,7 +257,7 @@ def test_the_packages_match_the_table(driver_root, branch):
         pytest.skip("the table counts the large packages too")
     found = [lib for path, lib, _ in everything(driver_root) if lib and ".so" in path.name]
     bits = [lib.bits for lib in found]
-    seen = f"{bits.count(64)} libraries of 64 bit, {bits.count(32)} of 32 bit"
+    seen = f"{bits.count(64)} 64-bit libraries, {bits.count(32)} 32-bit libraries"
     version = find_driver(driver_root).version
     if version != branch["version"]:
         carries = f"is not what {branch['suite']} carries"

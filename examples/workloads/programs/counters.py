@@ -22,7 +22,7 @@ def body(program: ProgramCheck) -> None:
     )  # fmt: skip
     if "ERR_NVGPUCTRPERM" in done.stdout:
         raise NotHereError("this process may not read the GPU's counters")
-    program.check("ncu ends with 0", done.returncode == 0, done.stdout)
+    program.check("ncu exits with status 0", done.returncode == 0, done.stdout)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     # The first row contains the units.
     rows = list(csv.DictReader(lines))[1:]

@@ -31,7 +31,7 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class HeldMemory:
-    """Blocks of device memory that begin with the same contents, except for the first word."""
+    """Blocks of device memory whose initial contents are the same, except for the first word."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.cuda = cuda

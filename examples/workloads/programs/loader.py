@@ -61,7 +61,7 @@ def share(program: ProgramCheck) -> None:
     program.check("the parent sees what the child did", abs(changed / wanted - 1) < 1e-6, changed)
     to_child.put(None)
     child.join(60)
-    program.check("the child ended well", child.exitcode == 0, child.exitcode)
+    program.check("the child succeeded", child.exitcode == 0, child.exitcode)
 
 
 def body(program: ProgramCheck) -> None:

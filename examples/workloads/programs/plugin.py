@@ -142,7 +142,9 @@ def body(program: ProgramCheck) -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=90, env=child_environment()
     )
-    program.check("a process with this allocator alone ends well", not done.returncode, done.stderr)
+    program.check(
+        "a process that uses only this allocator succeeds", not done.returncode, done.stderr
+    )
     whole = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
     plain = work()
     program.check("it gives PyTorch's results", is_near(plain, whole.get("found", [])), whole)
@@ -156,7 +158,11 @@ def body(program: ProgramCheck) -> None:
         found = work()
         x = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
     program.check("a pool of this allocator gives the same", is_near(plain, found), found)
-    program.check("the pool is of its memory", plugin.counts()[2] >= 64 * MIB, plugin.counts())
+    program.check(
+        "the pool consists of the allocator's memory",
+        plugin.counts()[2] >= 64 * MIB,
+        plugin.counts(),
+    )
     program.value("results", found, 1e-2)
     total = torch.cuda.mem_get_info()[1]
     refused = plugin.library.plugin_alloc(total, 0, None)

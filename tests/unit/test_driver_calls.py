@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import os
@@ -226,6 +227,15 @@ def other(device):
 
 
 @pytest.fixture
+def number():
+    """Provide the number of a descriptor that is not open, nor is the next one."""
+    with Path(os.devnull).open() as file:
+        fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 600)
+    os.close(fd)
+    return fd
+
+
+@pytest.fixture
 def found_by(monkeypatch, device):
     """Use an ordinary file as the device node, find descriptors by its path, and give their
     duplicates a fixed number.
@@ -256,10 +266,10 @@ def found_by(monkeypatch, device):
 
 
 def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
-    module, device, other, found_by
+    module, device, other, found_by, number
 ):
-    client = module.process(600, n_contexts=2)
-    found_by(600)
+    client = module.process(number, n_contexts=2)
+    found_by(number)
     with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         (holding,) = find_holdings(
             driver, other.pid, other.pidfd, live_clients(driver), device=device
@@ -273,22 +283,22 @@ def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
     assert {status for name, status in module.asked if name == calls.GET_HANDLE_INFO.name} == {0}
 
 
-def test_a_client_of_another_process_is_left_alone(module, device, other, found_by):
-    module.process(601)
-    found_by(600)
+def test_a_client_of_another_process_is_left_alone(module, device, other, found_by, number):
+    module.process(number + 1)
+    found_by(number)
     with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         assert (
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
         )
     with pytest.raises(OSError, match="Bad file"):
-        os.fstat(600)  # the duplicate was closed
+        os.fstat(number)  # the duplicate was closed
 
 
-def test_a_client_without_channels_is_not_found(module, device, other, found_by):
-    client = module.process(600)
+def test_a_client_without_channels_is_not_found(module, device, other, found_by, number):
+    client = module.process(number)
     for handle in list(module.objects(client, calls.GROUP.value)):
         del module.clients[client][1][handle]
-    found_by(600)
+    found_by(number)
     with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         assert (
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
@@ -322,9 +332,9 @@ def test_a_descriptor_is_recognised_by_its_device_number():
 # ---- steering ----
 
 
-def test_slices_and_switches_reach_the_groups(module, nodes, device, other, found_by):
-    client = module.process(600)
-    found_by(600)
+def test_slices_and_switches_reach_the_groups(module, nodes, device, other, found_by, number):
+    client = module.process(number)
+    found_by(number)
     with DriverClient(580, **nodes, ioctl=module.ioctl) as driver:
         gpu = driver.gpu(UUID)
         (holding,) = find_holdings(

@@ -332,7 +332,8 @@ def test_a_descriptor_is_recognised_by_its_device_number():
 # ---- steering ----
 
 
-def test_slices_and_switches_reach_the_groups(module, nodes, device, other, found_by, number):
+def test_slices_and_switches_reach_the_groups(module, nodes, other, found_by, number):
+    device = nodes["path"]
     client = module.process(number)
     found_by(number)
     with DriverClient(580, **nodes, ioctl=module.ioctl) as driver:

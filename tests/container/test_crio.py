@@ -158,7 +158,7 @@ def test_an_error_that_only_cri_o_detects_stops_setup(host: EngineHost) -> None:
     host.write(f"{CONF_D}/60-own.conf", '[crio.runtime]\ndefault_sysctls = ["x"]\n')
     status, output = tidegate(host, "setup", "crio")
     assert status == 73
-    assert "with the new files `crio config` ends with 1: " in output
+    assert "with the new files, `crio config` exits with status 1: " in output
     assert "nothing was changed" in output
     assert not host.path(DROP_IN).exists()
     assert not host.path(SETTINGS).exists()

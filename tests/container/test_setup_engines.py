@@ -341,7 +341,7 @@ def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
         else:
             assert ran.status == 73
             assert ran.stderr.startswith(
-                "tidegate: with the new files `dockerd --validate --config-file /etc/docker/daemon.json` ends with 1: "
+                "tidegate: with the new files, `dockerd --validate --config-file /etc/docker/daemon.json` exits with status 1: "
             )
             assert ran.stderr.endswith(f"{reason}; nothing was changed; correct that first\n")
         assert host.path("/etc/docker/daemon.json").read_text() == content
@@ -368,7 +368,7 @@ def test_a_file_that_containerd_rejects_is_not_written(
         refused = typed(site, "containerd")
         assert refused.status == 73
         assert refused.stderr.startswith(
-            "tidegate: with the new files `containerd --config /etc/containerd/config.toml config dump` ends with 1: "
+            "tidegate: with the new files, `containerd --config /etc/containerd/config.toml config dump` exits with status 1: "
         )
         assert "cannot decode TOML integer into struct field config.Config.Root" in refused.stderr
         assert refused.stderr.endswith("; nothing was changed; correct that first\n")

@@ -283,7 +283,7 @@ def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
         version = int(site.host.check("podman", "--version").split()[2].partition(".")[0])
         if version == 5:
             assert site.refused().endswith(
-                "with the new files Podman reads hooks from /x, because of a containers.conf that takes precedence, "
+                "with the new files, Podman reads hooks from /x, because of a containers.conf that takes precedence, "
                 f"and not from {OWN}; nothing was changed; correct that first\n"
             )
             assert not site.host.path(OWN).exists()

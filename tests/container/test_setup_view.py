@@ -81,7 +81,7 @@ def test_the_engines_message_is_the_reason(tmp_path: Path) -> None:
     assert str(caught.value).endswith(
         "exits with status 3: bad new; nothing was changed; correct that first"
     )
-    assert str(caught.value).startswith("with the new files `sh -c ")
+    assert str(caught.value).startswith("with the new files, `sh -c ")
     assert not path.parent.exists()
 
 
@@ -90,13 +90,13 @@ def test_a_version_without_the_command_leaves_the_files_unchecked(tmp_path: Path
     [line] = tell(script, tmp_path, unsupported=("unknown flag",))
     assert line.startswith("this sh does not know `sh -c ")
     assert line.endswith("`: the new files are unchecked")
-    with pytest.raises(SetupError, match="ends with 125: unknown flag"):
+    with pytest.raises(SetupError, match="exits with status 125: unknown flag"):
         tell(script, tmp_path)
 
 
 def test_the_engines_output_is_checked(tmp_path: Path) -> None:
     assert tell("echo fine", tmp_path, check=lambda said: None if "fine" in said else "it") == []
-    with pytest.raises(SetupError, match="with the new files the handler is not there; nothing"):
+    with pytest.raises(SetupError, match="with the new files, the handler is not there; nothing"):
         tell("echo fine", tmp_path, check=lambda _said: "the handler is not there")
 
 

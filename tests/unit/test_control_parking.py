@@ -689,14 +689,16 @@ def n_waits(calls: str) -> int:
     return calls[calls.rindex("s") : calls.index("u")].count("q")
 
 
-def test_memory_that_no_process_needs_is_released_at_the_end(
+def test_memory_that_no_process_takes_is_released_after_its_copy(
     leaving: tuple[ParkingNode, Agent],
 ) -> None:
-    """The GPU has much free memory, and no other process takes any of it."""
+    """The GPU has much free memory. Blocks stay for 50 ms only, in case another process comes."""
     node, agent = leaving
     agent.run("os.environ['FREE'] = '0'")
     node.park(agent)
-    assert calls_of(agent) == 5 * "cs" + 5 * "u"
+    calls = calls_of(agent)
+    assert sorted(calls) == sorted(5 * "csu")
+    assert all(calls[: i + 1].count("u") <= calls[: i + 1].count("s") for i in range(len(calls)))
     assert agent.seen == CONTEXT
 
 
@@ -751,7 +753,7 @@ def test_a_copy_that_fails_leaves_memory_that_was_kept_where_it_is(
 ) -> None:
     """No block was released before the last copy failed; the second attempt succeeds."""
     node, agent = leaving
-    agent.run("os.environ.update(FREE='0', FAILING='c5')")
+    agent.run("os.environ.update(FREE='90000', FAILING='c5')")
     node.park(agent)
     assert calls_of(agent) == 4 * "cs" + "cs" + 5 * "cs" + 5 * "u"
     node.unpark(agent)

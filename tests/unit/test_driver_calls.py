@@ -228,9 +228,9 @@ def other(device):
 
 @pytest.fixture
 def number():
-    """Provide the number of a descriptor that is not open, nor is the next one."""
+    """Provide the number of a descriptor that no call opens: it is far above those in use."""
     with Path(os.devnull).open() as file:
-        fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 600)
+        fd = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, file.fileno() + 200)
     os.close(fd)
     return fd
 

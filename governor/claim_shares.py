@@ -245,7 +245,7 @@ class ClaimShares:
         return ""
 
     def _full(self, gpus: Iterable[GpuQuotas]) -> GpuQuotas | None:
-        """Return the first GPU whose staying memory leaves its largest parkable quota no room."""
+        """Return the first GPU whose fixed memory leaves no room for its largest parkable quota."""
         for gpu in gpus:
             if gpu.memory_fixed + gpu.memory_parkable[0] > self._gpus.whole(gpu):
                 return gpu

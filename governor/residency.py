@@ -1,4 +1,4 @@
-"""Decide whose memory is on a GPU if more memory is granted than the GPU has.
+"""Decide which containers' memory is on a GPU if more is granted than the GPU has.
 
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked

@@ -8,7 +8,7 @@
  * process that arrives is slowed down by each block that another one releases at that time. Copies
  * in the other direction slow it down as well. So as long as others take memory, a process that
  * departs copies and releases only as much as they need: it copies blocks a little ahead, and
- * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.2 GB/s
+ * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s
  * while 40 GiB depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is
  * taken for a moment, it copies and releases everything.
  */

@@ -3,8 +3,8 @@
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). A generation that might be in use
 where the search has no permission to look is kept. The search may take a minute; only the locks of
-the generations are held during it, so a refresh does not wait.
-The lock of the driver directory is taken for the removal.
+the generations are held during it, so a refresh does not wait. The lock of the driver directory is
+taken for the removal.
 
 A library that is only mapped, because its process lost the mount, does not count as a use: a
 removed file stays available to processes that have it open, and to find them, the maps of every

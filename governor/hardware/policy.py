@@ -81,7 +81,7 @@ found. A governor that starts has to find the containers of its predecessor; wit
 container with a cap of 5 % would be off for 2 s for each such period."""
 UNSEARCHED = 50
 """The same number before the first search for its channels has ended. The channels of many
-containers that start together are found one after the other (32 containers on an H200: within
+containers that start together are found one after the other (32 containers on an H100: within
 5 s)."""
 DEBT = 3 * PERIOD
 """Largest excess over a cap that is deducted from later periods. What a container used after a

@@ -276,13 +276,15 @@ def passed_socket() -> socket.socket | None:
 
 def _bound(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path.unlink(missing_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        listener.bind(str(new))
     finally:
         os.umask(before)
     listener.listen()
+    new.rename(path)  # only now, because a bound socket that does not listen refuses connections
     return listener
 
 

@@ -190,6 +190,23 @@ def test_the_next_governor_begins_when_the_watchdog_of_the_previous_one_has_ende
         after.close()
 
 
+def test_the_socket_appears_when_it_accepts_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.sock"
+    listen = socket.socket.listen
+    seen: list[bool] = []
+
+    def listen_later(listener: socket.socket) -> None:
+        seen.append(path.exists())
+        listen(listener)
+
+    monkeypatch.setattr(socket.socket, "listen", listen_later)
+    with service._bound(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(path))
+    assert seen == [False]
+
+
 def test_two_governors_do_not_steer_one_gpu(
     node: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

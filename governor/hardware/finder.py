@@ -28,7 +28,7 @@ QUIET_S = 0.2
 """The same interval while no process is new and no search is due. A process that then creates its
 first context and works appears in the GPU's trace as well, and is searched because of that."""
 NEW_S = 5.0
-"""Time after its registration for which a process counts as new: most create a context in it."""
+"""Time after a registration for which a process without a context is new: most create one in it."""
 RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
@@ -120,7 +120,7 @@ class Finder:
         self._active = threading.Event()
         self._ended = threading.Event()
         self._wake = threading.Event()  # ends a long interval
-        self._is_quiet = False
+        self._pause_s = POLL_S
         self._new_until = 0.0
         self._thread = threading.Thread(target=self._run, name="tidegate-find", daemon=True)
         self._thread.start()
@@ -179,10 +179,11 @@ class Finder:
     def saw(self, pids: Iterable[int]) -> None:
         """Record that processes use the GPU through channels that are not known yet."""
         with self._lock:
-            for process in self._processes.values():
-                if process.pid in pids:
-                    process.is_seen = True
-        self._wake.set()
+            new = [p for p in self._processes.values() if p.pid in pids and not p.is_seen]
+            for process in new:
+                process.is_seen = True
+        if new:
+            self._wake.set()
 
     def close(self) -> None:
         """Stop the thread, after the search that is under way."""
@@ -206,8 +207,8 @@ class Finder:
         show_name()
         while not self._ended.is_set():
             self._active.wait()  # a GPU may never be steered
-            if self._is_quiet:
-                self._wake.wait(QUIET_S - POLL_S)
+            if self._pause_s > POLL_S:
+                self._wake.wait(self._pause_s - POLL_S)
             self._wake.clear()
             self._ended.wait(POLL_S)
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
@@ -221,15 +222,17 @@ class Finder:
         """Return the process to search next, with a descriptor for it; None if none is due."""
         with self._lock:
             due = []
-            self._is_quiet = now >= self._new_until
+            self._pause_s = QUIET_S
             for process in self._processes.values() if self._active.is_set() else ():
                 if now < process.next_at:
-                    self._is_quiet = False
+                    self._pause_s = min(self._pause_s, process.next_at - now)
                     continue
                 n = process.n_contexts()
                 if n == process.n_known and not process.is_seen:
+                    if not n and now < self._new_until:
+                        self._pause_s = POLL_S
                     continue
-                self._is_quiet = False
+                self._pause_s = POLL_S
                 thorough = process.is_seen and process.n_misses > 1
                 account = self._account(process.tenant)
                 if account.may(now, thorough=thorough):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from governor.hardware.driver import DriverCallError
-from governor.hardware.finder import BURST_S, COST, NEW_S, Finder
+from governor.hardware.finder import BURST_S, COST, NEW_S, POLL_S, QUIET_S, Finder
 
 
 class FinderWorld:
@@ -119,14 +119,29 @@ def test_the_counts_are_read_less_often_once_no_process_is_new(world):
     now = time.monotonic()
     enter(world, 11, lambda: says[0])
     assert world.finder._next(now) is None
-    assert not world.finder._is_quiet
+    assert world.finder._pause_s == POLL_S
     assert world.finder._next(now + 2 * NEW_S) is None
-    assert world.finder._is_quiet
+    assert world.finder._pause_s == QUIET_S
     says[0] = 1
     process, pidfd, *_ = world.finder._next(now + 2 * NEW_S)
     os.close(pidfd)
     assert process.pid == 11
-    assert not world.finder._is_quiet
+    assert world.finder._pause_s == POLL_S
+
+
+def test_a_process_whose_context_is_known_is_not_new(world):
+    """Many processes may have been found already while others are registered."""
+    world.has[11] = ["a context"]
+    enter(world, 11, lambda: 1)
+    wait_for(lambda: world.told)
+    world.finder._ended.set()
+    world.finder._thread.join()
+    [process] = world.finder._processes.values()
+    assert world.finder._next(process.next_at) is None
+    assert world.finder._pause_s == QUIET_S
+    # Until then it is not searched, whatever it reports.
+    assert world.finder._next(process.next_at - 0.1) is None
+    assert world.finder._pause_s == pytest.approx(0.1)
 
 
 def test_a_long_interval_ends_when_the_trace_shows_a_process(world, monkeypatch):

@@ -117,6 +117,7 @@ class Account:
         self._rates = [Rates() for _ in devices]
         self._peaks = [0] * len(devices)
         self._seen = [(0, 0)] * len(devices)
+        self._stats = [Stats() for _ in devices]
         # The memory on the grant page stays unchanged until this governor's first sample.
         self._keeps_memory = [is_running] * len(devices)
 
@@ -136,6 +137,10 @@ class Account:
         The time is when the last sample began, in nanoseconds; 0 if there was none.
         """
         return self._seen[device]
+
+    def stats(self, device: int) -> Stats:
+        """Return the runner's counters for GPU `device`, as of the last sample."""
+        return self._stats[device]
 
     def used(self, device: int) -> int:
         """Return the bytes in use on GPU `device`, from the last sample and the current ledger."""
@@ -299,12 +304,13 @@ class Account:
             # Written after the debt: a process that reads this time must also find the sample's
             # result.
             pages.write(self._grant, base, "grant_device", "reconciled_ns", since)
+        self._stats[device] = self._gpus.stats(device)
         self._measure(device, now_ns, after, sample)
         self._publish_usage()
         if now_ns - self._counted_ns[device] >= LENT_NS:
             # Lent time is computed about once a second, however rarely its counter is read.
             self._counted_ns[device] = now_ns
-            self._counters.time(device, self._gpus.stats(device), now_ns, self.quota)
+            self._counters.time(device, self._stats[device], now_ns, self.quota)
 
     def _is_away(
         self, process: RegisteredProcess, use: GpuUse, charge: Charge, sample: GpuSample
@@ -369,7 +375,7 @@ class Account:
             pids = frozenset(process.pid for process in self._processes.values())
             by_pid = sampled_percent(sample.samples, pids)
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
-        stats = self._gpus.stats(device)
+        stats = self._stats[device]
         if now_ns - self._rated_ns[device] >= RATE_NS // 4:
             self._rated_ns[device] = now_ns
             self._rate(device, stats)
@@ -408,19 +414,16 @@ class Account:
         entries: list[dict[str, int | Sequence[int]]] = []
         for process in self._processes.values():
             lived = max(1, now_ns - process.start_ns)
-            numbers: dict[str, list[int]] = {
-                "memory": [use.used for use in process.uses],
-                "memory_peak": [use.peak for use in process.uses],
-                "utilisation": [of_limit(use.part, limit) for use in process.uses],
-                "mean_utilisation": [of_limit(use.worked / lived, limit) for use in process.uses],
-            }
-            rest = [0] * (layout.N_DEVICES - len(process.uses))
+            uses = process.uses
             entries.append(
                 {
                     "pid": process.inner_pid,
                     "state": 1,
                     "start_us": process.start_us,
-                    **{name: values + rest for name, values in numbers.items()},
+                    "memory": [use.used for use in uses],
+                    "memory_peak": [use.peak for use in uses],
+                    "utilisation": [of_limit(use.part, limit) for use in uses],
+                    "mean_utilisation": [of_limit(use.worked / lived, limit) for use in uses],
                 }
             )
         pages.write_usage(self._grant, entries, time.time_ns() // 1000)

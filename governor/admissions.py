@@ -75,6 +75,8 @@ class Admissions:
         self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS
         self.tally = Tally()
         self.bookings: Claimed
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called after each admission of a container."""
         self.on_end: Callable[[Container], None] | None = None
         """Called for each container that ends, before it is removed from the arbiter."""
         self.make_room: Callable[[Container, int], Awaitable[None]] = _have_room
@@ -233,6 +235,7 @@ class Admissions:
                 f"the container's directory cannot be created: {e.strerror or e}",
                 hint=f"check {self.config.runtime_dir}",
             ) from e
+        self.on_begin()
         return made
 
     def _join(

@@ -176,6 +176,11 @@ class Auditor:
             self._thaw_again()
         owners = self._owners(device, processes)
         self._note_elsewhere(device, [one for one in processes if owners[one.pid] is None])
+        owned: dict[Container, dict[int, ProcessMemory]] = {}
+        for one in processes:
+            owner = owners[one.pid]
+            if owner is not None:
+                owned.setdefault(owner, {})[one.pid] = one
         # Only the samples have wall-clock times.
         wall_ns = time.time_ns() - time.monotonic_ns()
         for watched in list(self._watched.values()):
@@ -183,7 +188,7 @@ class Auditor:
             if container not in charges:
                 continue
             i = next(i for i, own in enumerate(container.devices) if own.uuid == device.uuid)
-            own = {one.pid: one for one in processes if owners.get(one.pid) is container}
+            own = owned.get(container, {})
             known = watched.find_registered(now_ns)
             container.findings.seen[i] = sum(one.used or 0 for one in own.values())
             idle = self._is_idle(watched, device, i, charges[container], now_ns)
@@ -283,7 +288,7 @@ class Auditor:
         `compute`. Nor is one whose processes allocate and free memory: the driver clears the memory
         and maps it on the GPU, and NVML shows that as their work (6 to 19 % on an H200).
         """
-        stats = watched.container.gpus.stats(i)
+        stats = watched.container.account.stats(i)
         told = (
             int(stats.grants),
             int(stats.held_ns),

@@ -38,9 +38,9 @@ SETTLE_S = 0.01
 """Time from a process's announcement to the sample, in seconds. The process is about to allocate,
 and a sample amid allocations counts some of them twice until the next one. It is also the shortest
 interval between two checks of the ledgers: a process can send announcements at any rate."""
-POLL_S = 0.05
-"""Longest interval at which the ledgers are checked for waiting processes, in seconds. Processes
-announce that they wait, but a control library of an earlier version does not."""
+POLL_S = 0.25
+"""Longest interval at which the ledgers are checked for waiting processes, in seconds, although
+processes announce that they wait."""
 ALONE_NS = 5_000_000_000
 """Interval at which NVML is called for a GPU without containers, to detect a failure, in ns."""
 
@@ -225,6 +225,7 @@ async def reconcile(
             await sample(watch)
         wait_s = POLL_S
         with _woken_by(runners[watch.device.uuid] for watch in watches) as woken:
+            server.admissions.on_begin = woken.set
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), max(0.0, wait_s - SETTLE_S))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from libcontrol import layout, pages
 from vdriver.nvml import ProcessUse
@@ -33,8 +33,7 @@ MAX_CONTEXTS = 64
 """Maximum number of contexts of one process on one GPU; a higher report is not believed."""
 
 
-@dataclass(frozen=True)
-class Charge:
+class Charge(NamedTuple):
     """The ledger's values of one process on one GPU."""
 
     memory: int = 0

@@ -36,6 +36,7 @@ _PLACES = {
 _USAGE_ENTRY = struct.Struct(
     _NATIVE + "".join(f"{field.n}{_CODES[field.type]}" for field in layout.USAGE_ENTRY.fields)
 )
+_USAGE_BLANKS = [(field.name, (0,) * field.n) for field in layout.USAGE_ENTRY.fields]
 
 
 # Architectures other than x86-64 let a processor reorder stores with stores, and loads with loads.
@@ -122,28 +123,34 @@ def write_usage(
 ) -> None:
     """Replace the entries for the container's processes in the usage part of a grant file.
 
-    `entries` have fields of `usage_entry`; a field per GPU is a sequence. `time_us` is the current
-    time in microseconds since 1970. A reader that reads at the same time sees that the sequence
-    number is odd or has changed, and reads again.
+    `entries` have fields of `usage_entry`; a field per GPU is a sequence, which may end before the
+    last GPU. Missing numbers are 0. `time_us` is the current time in microseconds since 1970. A
+    reader that reads at the same time sees that the sequence number is odd or has changed, and
+    reads again.
     """
-    blank = {field.name: (0,) * field.n for field in layout.USAGE_ENTRY.fields}
     packed = b""
     for entry in entries[: layout.N_SLOTS]:
         numbers: list[int] = []
-        for name, zero in blank.items():
-            given = entry.get(name, zero)
-            numbers += [given] if isinstance(given, int) else given
+        for name, blank in _USAGE_BLANKS:
+            given = entry.get(name, blank)
+            if isinstance(given, int):
+                numbers.append(given)
+            else:
+                numbers += given
+                numbers += blank[len(given) :]
         packed += _USAGE_ENTRY.pack(*numbers).ljust(layout.USAGE_ENTRY.size, b"\0")
+    n_entries = len(packed) // layout.USAGE_ENTRY.size
     at = layout.GRANT_USAGE
+    # Entries that were in use until now are cleared. The others are empty already.
+    n_written = min(max(n_entries, read(page, at, "usage_header", "n_entries")), layout.N_SLOTS)
+    packed = packed.ljust(n_written * layout.USAGE_ENTRY.size, b"\0")
     sequence = (read(page, at, "usage_header", "sequence") + 1) & 0xFFFFFFFE
     write(page, at, "usage_header", "sequence", sequence | 1)
     if _fence is not None:
         _fence()  # no entry is stored before the odd number
     first = layout.GRANT_USAGE_ENTRIES
-    page[first : first + layout.N_SLOTS * layout.USAGE_ENTRY.size] = packed.ljust(
-        layout.N_SLOTS * layout.USAGE_ENTRY.size, b"\0"
-    )
-    write(page, at, "usage_header", "n_entries", len(packed) // layout.USAGE_ENTRY.size)
+    page[first : first + len(packed)] = packed
+    write(page, at, "usage_header", "n_entries", n_entries)
     write(page, at, "usage_header", "time_us", time_us)
     write(page, at, "usage_header", "sequence", (sequence + 2) & 0xFFFFFFFE)
 

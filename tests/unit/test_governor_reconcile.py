@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,7 +40,7 @@ from governor.container import Container, Wanted
 from governor.counters import Tally
 from governor.processes import namespace_pid
 from governor.quota import Device, Quota
-from governor.reconcile import EACH, POLL_S, SAMPLE_NS, SOON_NS, Unattributed, reconcile
+from governor.reconcile import EACH, SAMPLE_NS, SOON_NS, Unattributed, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
@@ -131,6 +130,7 @@ class World:
             "Server",
             SimpleNamespace(
                 containers={},
+                admissions=SimpleNamespace(on_begin=lambda: None),
                 allocations=SimpleNamespace(set_lost=lambda _, error: self.answers.append(error)),
             ),
         )
@@ -151,6 +151,7 @@ class World:
         )
         await container.listen(lambda *_: None)
         self.server.containers[container.key] = container
+        self.server.admissions.on_begin()
         return container
 
     async def answer(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], Any]:
@@ -303,7 +304,7 @@ def test_a_block_that_is_freed_but_still_charged_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=500)
     assert debt.update(1, 1000, still, still) == 500
-    assert debt.update(2, 500, still, replace(still, moving=500)) == 500
+    assert debt.update(2, 500, still, still._replace(moving=500)) == 500
 
 
 def test_calls_in_progress_in_a_new_process_hide_no_part_of_its_context() -> None:
@@ -318,8 +319,7 @@ def test_memory_that_a_pool_freed_unnoticed_hides_no_debt() -> None:
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
     assert debt.update(SECOND // 4, 600, holds, holds) == 500  # the driver trimmed it
-    found = replace(
-        holds,
+    found = holds._replace(
         memory=100,
         pooled=100,
         returned=200,
@@ -335,7 +335,7 @@ def test_a_pools_reduction_found_during_a_sample_applies_to_the_previous_one() -
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds, ended_ns=3) == 500
     assert debt.update(10, 600, holds, holds, ended_ns=20) == 500  # the driver has trimmed it
-    found = replace(holds, memory=100, pooled=100, returned=200, shrunk=200, asked_ns=25)
+    found = holds._replace(memory=100, pooled=100, returned=200, shrunk=200, asked_ns=25)
     assert debt.update(30, 600, holds, found, ended_ns=40) == 500
 
 
@@ -368,7 +368,7 @@ def test_memory_freed_by_the_driver_is_noticed_once_pools_were_queried() -> None
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
     assert debt.update(SECOND // 4, 700, holds, holds) == 500  # or a pool was trimmed
-    asked = replace(holds, asked_ns=SECOND // 3)
+    asked = holds._replace(asked_ns=SECOND // 3)
     assert debt.update(SECOND // 2, 700, asked, asked) == 400
 
 
@@ -378,9 +378,9 @@ def test_modules_loaded_and_unloaded_beside_pools_add_up_no_debt() -> None:
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
     for i in range(1, 200):
-        loaded = replace(holds, told=530, provisional=30, provisional_ns=i * SECOND // 50)
+        loaded = holds._replace(told=530, provisional=30, provisional_ns=i * SECOND // 50)
         assert debt.update(i * SECOND // 50 + 1, 830, loaded, loaded) == 530
-        gone = replace(holds, provisional=0, provisional_ns=i * SECOND // 50 + 2)
+        gone = holds._replace(provisional=0, provisional_ns=i * SECOND // 50 + 2)
         assert debt.update(i * SECOND // 50 + 3, 800, gone, gone) == 500
 
 
@@ -389,13 +389,13 @@ def test_memory_that_a_sample_shows_before_it_is_reported_counts_once() -> None:
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
     assert debt.update(3, 840, holds, holds) == 540  # just taken
-    told = replace(holds, told=540, provisional=40, provisional_ns=4)
+    told = holds._replace(told=540, provisional=40, provisional_ns=4)
     assert debt.update(5, 840, told, told) == 540
     assert debt.update(6, 840, told, told) == 540
-    alone = replace(told, pooled=0)
+    alone = told._replace(pooled=0)
     assert debt.update(7, 800, alone, alone) == 500  # just given back
-    gave = replace(alone, told=500, provisional=0, provisional_ns=8)
-    assert debt.update(9, 800, replace(gave, moving=99), gave) == 500
+    gave = alone._replace(told=500, provisional=0, provisional_ns=8)
+    assert debt.update(9, 800, gave._replace(moving=99), gave) == 500
 
 
 def test_memory_freed_by_the_driver_is_no_debt_after_the_next_sample() -> None:
@@ -411,12 +411,12 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
     new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.update(SECOND + 1, 0, new, new, 500) == 500
     # Another context is being made, and one is reported during the sample: both count in addition.
-    making = replace(new, memory=500, unseen=500, taking=500)
+    making = new._replace(memory=500, unseen=500, taking=500)
     assert making.used(debt.update(SECOND + 2, 0, making, making, 500), SECOND + 2) == 1000
-    late = replace(new, provisional=300, provisional_ns=SECOND + 9)
+    late = new._replace(provisional=300, provisional_ns=SECOND + 9)
     assert late.used(debt.update(SECOND + 5, 0, new, late, 500), SECOND + 5) == 800
     assert debt.update(SECOND + SECOND // 10, 480, new, new, 500) == 480
-    two = replace(new, contexts=2)
+    two = new._replace(contexts=2)
     assert debt.update(SECOND + SECOND // 5, 480, two, two, 500) == 1000
     assert debt.update(3 * SECOND, 960, two, two, 500) == 960
 
@@ -430,8 +430,8 @@ def test_a_context_sampled_during_its_creation_counts_once() -> None:
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
     assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made in between
     # The next sample is taken while the process fills its memory.
-    made = replace(made, memory=300)
-    more = replace(made, memory=400)
+    made = made._replace(memory=300)
+    more = made._replace(memory=400)
     assert debt.update(SECOND + 10, 850, made, more, 500) == 500
     assert debt.update(SECOND + 20, 900, more, more, 500) == 500
 
@@ -439,7 +439,7 @@ def test_a_context_sampled_during_its_creation_counts_once() -> None:
 def test_memory_taken_by_the_driver_is_debt_although_the_ledger_changes() -> None:
     debt = Debt()
     before = Charge(memory=300, told=500, provisional=500, provisional_ns=5)
-    after = replace(before, memory=0, returned=300)
+    after = before._replace(memory=0, returned=300)
     assert debt.update(10, 600, before, after) == 500
     assert debt.update(20, 600, before, after) == 500  # it is not counted a second time
 
@@ -811,15 +811,12 @@ def test_a_shared_gpu_is_sampled_four_times_a_second(play: Play) -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("announces", [True, False])
-def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play, *, announces: bool) -> None:
-    """A control library of an earlier version does not announce that it waits."""
-
+def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
         world.nvml.used = {child.pid: 512 * MIB}
-        most = 0.010 + (0.020 if announces else POLL_S)
+        most = 0.010 + 0.020
         n = n_in_time = 0
         async with world.looking():
             await until(lambda: read(container, "reconciled_ns"))
@@ -828,8 +825,7 @@ def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play, *, announce
                 await asyncio.sleep(0.03)
                 now = time.monotonic_ns()
                 write(container, slot, provisional=MIB, provisional_ns=now)
-                if announces:  # as the arbiter's thread does
-                    os.eventfd_write(world.runner.due_fd, 1)
+                os.eventfd_write(world.runner.due_fd, 1)  # as the arbiter's thread does
                 waited = await until(lambda t=now: read(container, "reconciled_ns") >= t)
                 n += 1
                 n_in_time += waited <= most
@@ -840,7 +836,7 @@ def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play, *, announce
     play(scene)
 
 
-@pytest.mark.parametrize(("announcing", "most"), [(False, 40), (True, 220)])
+@pytest.mark.parametrize(("announcing", "most"), [(False, 12), (True, 220)])
 def test_nothing_is_checked_more_often_than_necessary(
     play: Play, monkeypatch: pytest.MonkeyPatch, *, announcing: bool, most: int
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from mmap import mmap
 from unittest.mock import Mock, patch
 
@@ -355,13 +354,13 @@ def test_a_sample_during_an_allocation_shows_the_least_that_the_driver_took() ->
     """
     debt = Debt()
     made = Charge(told=520, took=520, provisional=520, provisional_ns=1, contexts=1)
-    allocates = replace(made, memory=640, moving=64)
+    allocates = made._replace(memory=640, moving=64)
     assert debt.update(2, 512 + 640, allocates, allocates, 520) == 520
     assert debt.least == 512
-    still = replace(allocates, moving=0)
+    still = allocates._replace(moving=0)
     assert debt.update(SECOND, 512 + 640, still, still, 520) == 512
     # This sample began before the driver took the next 64.
-    allocates = replace(made, memory=704, moving=64)
+    allocates = made._replace(memory=704, moving=64)
     assert debt.update(2 * SECOND, 512 + 640, allocates, allocates, 520) == 512
     assert debt.least == 448
 
@@ -374,10 +373,10 @@ def test_a_process_that_asks_for_a_sample_has_no_new_context() -> None:
     new = Charge(told=500, took=500, provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.update(SECOND + 1, 100, new, new, 500) == 500
     assert debt.update(2 * SECOND, 100, new, new, 500) == 100
-    asks = replace(new, provisional=0, provisional_ns=2 * SECOND + 1)
+    asks = new._replace(provisional=0, provisional_ns=2 * SECOND + 1)
     assert debt.update(2 * SECOND + 2, 100, asks, asks, 500) == 100
     # Another context was made, which NVML does not list yet, and the first was destroyed.
-    other = replace(asks, took=1000, provisional_ns=2 * SECOND + 3)
+    other = asks._replace(took=1000, provisional_ns=2 * SECOND + 3)
     assert debt.update(2 * SECOND + 4, 0, other, other, 500) == 500
 
 

@@ -261,10 +261,10 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise ConfigError(f"{name}: not YAML: {reason}"[:300], hint="correct the file") from e
     document = {} if document is None else document
-    if isinstance(document, dict) and isinstance(document.get("gpus"), dict):
-        # An index is parsed as a number by YAML, but the schema expects strings as names.
-        document["gpus"] = {str(gpu): own for gpu, own in document["gpus"].items()}
     try:
+        if isinstance(document, dict) and isinstance(document.get("gpus"), dict):
+            # An index is parsed as a number by YAML, but the schema expects strings as names.
+            document["gpus"] = {str(gpu): own for gpu, own in document["gpus"].items()}
         error = jsonschema.exceptions.best_match(
             jsonschema.Draft202012Validator(read_schema()).iter_errors(document)
         )

@@ -120,15 +120,15 @@ static void add_client(int fd, const struct ucred *peer)
 static void serve_commands(int fd, const struct ucred *peer, bool privileged)
 {
     struct timeval patience = {1, 0};
-    char text[200] = "";
+    char text[200];
     uint64_t length;
+    ssize_t n;
 
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     CONTROL("NEW UI");
     while (recv(fd, &length, sizeof length, 0) == sizeof length && length &&
-           recv(fd, text, sizeof text - 1, 0) > 0) {
-        if (*text) /* remove the newline at its end */
-            text[strlen(text) - 1] = '\0';
+           (n = recv(fd, text, sizeof text - 1, 0)) > 0) {
+        text[n - 1] = '\0'; /* in place of its newline */
         CONTROL("Cmd:%s", text);
         if (!strncmp(text, "quit", 4) && !privileged)
             CONTROL("Not enough privilege to execute quit command");

@@ -322,6 +322,7 @@ def test_an_error_names_the_file_that_has_it(tmp_path: Path) -> None:
         ("quantum_ms: " + "9" * 5000, "not YAML"),
         ("spin_us: 0x" + "f" * 5000, "digits"),
         ("spin_us: 1" + ":59" * 5000, "digits"),
+        ("gpus:\n  ? 0x" + "f" * 5000 + "\n  : {}", "digits"),
     ],
 )
 def test_harmful_or_ambiguous_yaml_is_refused(text: str, says: str) -> None:

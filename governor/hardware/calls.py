@@ -85,6 +85,11 @@ class Layout:
         value: int = element.unpack_from(data, at + offset)[0]
         return value
 
+    def put(self, data: bytearray, name: str, value: int) -> None:
+        """Set a field of a structure that `pack` returned."""
+        offset, _, element = self._elements[name]
+        element.pack_into(data, offset, value)
+
     def only(self, *names: str) -> struct.Struct:
         """Return a format that unpacks these fields at once; they must be in order of offset."""
         format_, end = "<", 0

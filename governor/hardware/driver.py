@@ -73,6 +73,27 @@ class DriverGpu(NamedTuple):
     subdevice: int
 
 
+class _Question:
+    """The structures of DriverClient.exists()."""
+
+    def __init__(self, client: int) -> None:
+        call = calls.GET_ACCESS_RIGHTS
+        assert call.parameters  # noqa: S101
+        self.parameters = call.parameters.pack({})
+        # The bytearray must not move, which this view prevents.
+        self._buffer = (ctypes.c_char * len(self.parameters)).from_buffer(self.parameters)
+        self.data = calls.CONTROL.pack(
+            {
+                "hClient": client,
+                "hObject": client,
+                "cmd": call.number,
+                "params": ctypes.addressof(self._buffer),
+                "paramsSize": len(self.parameters),
+            }
+        )
+        self.request = calls.ioctl_request(calls.ESC_CONTROL.value, len(self.data))
+
+
 class DriverClient:
     """A client of the kernel module, until it is closed; methods raise OSError or DriverCallError.
 
@@ -97,6 +118,7 @@ class DriverClient:
         self._ioctl = ioctl
         self._path, self._proc = path, proc
         self._nodes: list[int] = []
+        self._question: _Question | None = None
         self._alloc = calls.ALLOC if branch >= calls.ALLOC.since else calls.ALLOC_WITHOUT_SIZE
         node = branch >= calls.MEMORY_ALLOC.since
         self._memory = calls.MEMORY_ALLOC if node else calls.MEMORY_ALLOC_WITHOUT_NODE
@@ -187,9 +209,20 @@ class DriverClient:
         return parameters
 
     def exists(self, client: int, handle: int) -> bool:
-        """Return whether a client, of any process, has this object; nothing is logged if not."""
-        values = {"hClient": client, "hObject": handle}
-        return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
+        """Return whether a client, of any process, has this object; nothing is logged if not.
+
+        A search makes up to a thousand of these calls for each client, so both structures are kept
+        and only the two handles are written. The method must not be called by several threads.
+        """
+        if self._question is None:
+            self._question = _Question(self.client)
+        question = self._question
+        layout = calls.GET_ACCESS_RIGHTS.parameters
+        assert layout  # noqa: S101
+        layout.put(question.parameters, "hClient", client)
+        layout.put(question.parameters, "hObject", handle)
+        self._ioctl(self.fd, question.request, question.data)
+        return calls.CONTROL.get(question.data, "status") == 0
 
     def gpu(self, uuid: str) -> DriverGpu | None:
         """Open a GPU with a device and a subdevice object; None if no process has it open."""

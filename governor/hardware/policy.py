@@ -549,6 +549,9 @@ class Policy:
 
     # ---- when to step again ----
 
+    def _is_steady(self, tenant: Tenant, now: int) -> bool:
+        return tenant.is_continuous and not tenant.share.latency and now - tenant.used_at < PERIOD
+
     def _next(self, now: int, settings: Mapping[int, Setting]) -> int:
         at = [self._period_end]
         for window in self._windows.values():
@@ -561,13 +564,22 @@ class Policy:
         on = [i for i, setting in settings.items() if setting.on]
         slices = sum(settings[i].slice_ns for i in on if self._tenants[i].busy) or 1
         is_ranked = any(self._tenants[i].first for i in on)
+        steady = [i for i in on if self._is_steady(self._tenants[i], now)]
+        # Many continuous containers leave each of them little time, whatever the others do.
+        certain = sum(settings[i].slice_ns for i in steady) if len(steady) >= MANY else 0
         for i in on:
             tenant = self._tenants[i]
+            if not tenant.is_found:
+                continue  # nothing can be done about it before its channels are found
+            own = settings[i].slice_ns
+            most = own / (certain + (0 if i in steady else own)) if certain else 1.0
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
             if tenant.first and len(on) > 1 and self._wakes(tenant, now) and not self._is_even:
                 left = (tenant.owed - FALL) * tenant.share.guarantee
                 if tenant.share.latency:
                     left = max(left, tenant.share.guarantee * WINDOW * PERIOD - tenant.had)
+                else:
+                    left /= most
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle and tenant.share.latency and tenant.is_capped:
                 at.append(now + max(LATER, int(tenant.left)))
@@ -584,7 +596,7 @@ class Policy:
                 # Slices do not predict the use of the first rank. A cap that holds within any
                 # second cannot wait for the end of a turn.
                 is_rate = tenant.busy and not is_ranked and not tenant.share.latency
-                rate = settings[i].slice_ns / slices if is_rate else 1.0
+                rate = settings[i].slice_ns / slices if is_rate else most
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))
         for tenant in self._tenants.values():

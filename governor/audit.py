@@ -174,13 +174,8 @@ class Auditor:
         self._update_watched()
         if self._left and time.monotonic() >= self._again_at:
             self._thaw_again()
-        owners = self._owners(device, processes)
-        self._note_elsewhere(device, [one for one in processes if owners[one.pid] is None])
-        owned: dict[Container, dict[int, ProcessMemory]] = {}
-        for one in processes:
-            owner = owners[one.pid]
-            if owner is not None:
-                owned.setdefault(owner, {})[one.pid] = one
+        owned = self._by_owner(device, processes)
+        self._note_elsewhere(device, list(owned.get(None, {}).values()))
         # Only the samples have wall-clock times.
         wall_ns = time.time_ns() - time.monotonic_ns()
         for watched in list(self._watched.values()):
@@ -225,21 +220,24 @@ class Auditor:
         for container in here - self._watched.keys():
             self._watched[container] = _Watched(container)
 
-    def _owners(
+    def _by_owner(
         self, device: Device, processes: Sequence[ProcessMemory]
-    ) -> dict[int, Container | None]:
-        """Return each process's container, by registration, control group or pid namespace."""
+    ) -> dict[Container | None, dict[int, ProcessMemory]]:
+        """Return the processes by container; it is None for those of no container on this GPU.
+
+        A process is found by its registration, its control group or its pid namespace.
+        """
         here = [
             one
             for one in self._watched.values()
             if any(own.uuid == device.uuid for own in one.container.devices)
         ]
         registered = {pid: one.container for one in here for pid in one.container.pids()}
-        return {
-            process.pid: registered.get(process.pid)
-            or find_owner(process.pid, [w.container for w in here])
-            for process in processes
-        }
+        owned: dict[Container | None, dict[int, ProcessMemory]] = {}
+        for one in processes:
+            owner = registered.get(one.pid) or find_owner(one.pid, [w.container for w in here])
+            owned.setdefault(owner, {})[one.pid] = one
+        return owned
 
     def _note_elsewhere(self, device: Device, processes: Sequence[ProcessMemory]) -> None:
         """Record processes that belong to containers without an allocation on this GPU."""

@@ -549,9 +549,6 @@ class Policy:
 
     # ---- when to step again ----
 
-    def _is_steady(self, tenant: Tenant, now: int) -> bool:
-        return tenant.is_continuous and not tenant.share.latency and now - tenant.used_at < PERIOD
-
     def _next(self, now: int, settings: Mapping[int, Setting]) -> int:
         at = [self._period_end]
         for window in self._windows.values():
@@ -561,32 +558,30 @@ class Policy:
             at.append(self._turn_end)
             if self._unused:
                 at.append(now + LOOK)
-        on = [i for i, setting in settings.items() if setting.on]
-        slices = sum(settings[i].slice_ns for i in on if self._tenants[i].busy) or 1
-        is_ranked = any(self._tenants[i].first for i in on)
-        steady = [i for i in on if self._is_steady(self._tenants[i], now)]
+        on = {i: self._tenants[i] for i, setting in settings.items() if setting.on}
+        slices = sum(settings[i].slice_ns for i, t in on.items() if t.busy) or 1
+        is_ranked = any(tenant.first for tenant in on.values())
         # Many continuous containers leave each of them little time, whatever the others do.
+        steady = {i for i, t in on.items() if t.is_continuous and now - t.used_at < PERIOD}
         certain = sum(settings[i].slice_ns for i in steady) if len(steady) >= MANY else 0
-        for i in on:
-            tenant = self._tenants[i]
+        for i, tenant in on.items():
             if not tenant.is_found:
                 continue  # nothing can be done about it before its channels are found
-            own = settings[i].slice_ns
-            most = own / (certain + (0 if i in steady else own)) if certain else 1.0
+            ns = settings[i].slice_ns
+            is_bounded = certain and not tenant.share.latency
+            most = ns / (certain + ns * (i not in steady)) if is_bounded else 1.0
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
             if tenant.first and len(on) > 1 and self._wakes(tenant, now) and not self._is_even:
-                left = (tenant.owed - FALL) * tenant.share.guarantee
+                left = (tenant.owed - FALL) * tenant.share.guarantee / most
                 if tenant.share.latency:
                     left = max(left, tenant.share.guarantee * WINDOW * PERIOD - tenant.had)
-                else:
-                    left /= most
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle and tenant.share.latency and tenant.is_capped:
                 at.append(now + max(LATER, int(tenant.left)))
             if is_idle:
                 continue  # what it overuses until the period ends is deducted from the next
             if tenant.is_in_circle:
-                rate = max(settings[i].slice_ns / slices, 0.01)
+                rate = max(ns / slices, 0.01)
                 at.append(now + max(self._grain, int(tenant.left_until_off / rate)))
             elif tenant.is_spent:  # it waits for the others to reach their caps
                 at.append(now + min(self._later, max(SOON, int(self._round_left))))
@@ -596,7 +591,7 @@ class Policy:
                 # Slices do not predict the use of the first rank. A cap that holds within any
                 # second cannot wait for the end of a turn.
                 is_rate = tenant.busy and not is_ranked and not tenant.share.latency
-                rate = settings[i].slice_ns / slices if is_rate else most
+                rate = ns / slices if is_rate else most
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))
         for tenant in self._tenants.values():

@@ -25,11 +25,13 @@ WORK_S = 15
 LOOK_S = 9
 
 GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
-# Runs nvidia-smi until shortly before the burner ends; the last output counts. Plain `nvidia-smi`
-# must work as well, because its table and the queries come from different calls.
+# Runs nvidia-smi from the burner's first work until shortly before its end; the last output counts.
+# (Calls of nvidia-smi delay the creation of a context.) Plain `nvidia-smi` must work as well,
+# because its table and the queries come from different calls.
 SCRIPT = f"""
 /usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
 burner=$!
+until [ -s /out/progress.bin ] || ! kill -0 $burner; do sleep 0.1; done
 end=$(($(date +%s) + {LOOK_S}))
 while [ "$(date +%s)" -lt $end ]; do
     echo "look $burner"

@@ -155,10 +155,17 @@ FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime", "test_setup_
 own governor, directory and containers, checks only those, and does not measure GPU time.
 """
 
+MUTANTS = "tests/container/test_mutants.py"
+"""A module whose tests take up to eight minutes each, and run tests of FREE modules. Any worker may
+run any one of them.
+"""
+
 
 def scope_of(nodeid: str) -> str:
-    """Return the name of the unit that one worker runs: a module, or all tests that measure."""
+    """Return the name of the unit that one worker runs: a module, a mutant's rule, or all tests that measure."""
     module = nodeid.partition("::")[0]
+    if module == MUTANTS:
+        return nodeid
     if module.startswith("tests/examples/test_stories"):
         return MEASURING
     if module.startswith("tests/container/") and not Path(module).name.startswith(FREE):

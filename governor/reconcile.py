@@ -38,9 +38,9 @@ SETTLE_S = 0.01
 """Time from a process's announcement to the sample, in seconds. The process is about to allocate,
 and a sample amid allocations counts some of them twice until the next one. It is also the shortest
 interval between two checks of the ledgers: a process can send announcements at any rate."""
-POLL_S = 0.25
-"""Longest interval at which the ledgers are checked for waiting processes, in seconds, although
-processes announce that they wait."""
+POLL_S = SAMPLE_NS / 1e9
+"""Longest interval between two checks for a sample that is due, in seconds. A process that waits
+for one, and a container that is admitted, end it."""
 ALONE_NS = 5_000_000_000
 """Interval at which NVML is called for a GPU without containers, to detect a failure, in ns."""
 

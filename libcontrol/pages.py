@@ -141,7 +141,7 @@ def write_usage(
         packed += _USAGE_ENTRY.pack(*numbers).ljust(layout.USAGE_ENTRY.size, b"\0")
     n_entries = len(packed) // layout.USAGE_ENTRY.size
     at = layout.GRANT_USAGE
-    # Entries that were in use until now are cleared. The others are empty already.
+    # Entries that are no longer in use are cleared. Readers go no further than `n_entries`.
     n_written = min(max(n_entries, read(page, at, "usage_header", "n_entries")), layout.N_SLOTS)
     packed = packed.ljust(n_written * layout.USAGE_ENTRY.size, b"\0")
     sequence = (read(page, at, "usage_header", "sequence") + 1) & 0xFFFFFFFE

@@ -73,25 +73,29 @@ class DriverGpu(NamedTuple):
     subdevice: int
 
 
-class _Question:
-    """The structures of DriverClient.exists()."""
+class _ControlRequest:
+    """A control call, which may be made more than once."""
 
-    def __init__(self, client: int) -> None:
-        call = calls.GET_ACCESS_RIGHTS
-        assert call.parameters  # noqa: S101
-        self.parameters = call.parameters.pack({})
-        # The bytearray must not move, which this view prevents.
-        self._buffer = (ctypes.c_char * len(self.parameters)).from_buffer(self.parameters)
-        self.data = calls.CONTROL.pack(
+    def __init__(self, call: calls.Call, client: int, target: int, values: Values) -> None:
+        self.parameters = call.parameters.pack(values) if call.parameters else bytearray()
+        # As long as the buffer exists, the parameters stay at their address.
+        size = max(1, len(self.parameters))
+        self._buffer = (ctypes.c_char * size).from_buffer(self.parameters or bytearray(1))
+        self._data = calls.CONTROL.pack(
             {
                 "hClient": client,
-                "hObject": client,
+                "hObject": target,
                 "cmd": call.number,
-                "params": ctypes.addressof(self._buffer),
+                "params": ctypes.addressof(self._buffer) if self.parameters else 0,
                 "paramsSize": len(self.parameters),
             }
         )
-        self.request = calls.ioctl_request(calls.ESC_CONTROL.value, len(self.data))
+        self._number = calls.ioctl_request(calls.ESC_CONTROL.value, len(self._data))
+
+    def make(self, ioctl: Ioctl, fd: int) -> int:
+        """Make the call; return the driver's status."""
+        ioctl(fd, self._number, self._data)
+        return calls.CONTROL.get(self._data, "status")
 
 
 class DriverClient:
@@ -118,7 +122,7 @@ class DriverClient:
         self._ioctl = ioctl
         self._path, self._proc = path, proc
         self._nodes: list[int] = []
-        self._question: _Question | None = None
+        self._existence: _ControlRequest | None = None
         self._alloc = calls.ALLOC if branch >= calls.ALLOC.since else calls.ALLOC_WITHOUT_SIZE
         node = branch >= calls.MEMORY_ALLOC.since
         self._memory = calls.MEMORY_ALLOC if node else calls.MEMORY_ALLOC_WITHOUT_NODE
@@ -184,20 +188,8 @@ class DriverClient:
         Without `client` the object is ours. A foreign client's object needs that client's open file
         as `fd`.
         """
-        parameters = call.parameters.pack(values) if call.parameters else bytearray()
-        buffer = (ctypes.c_char * max(1, len(parameters))).from_buffer(parameters or bytearray(1))
-        data = calls.CONTROL.pack(
-            {
-                "hClient": client or self.client,
-                "hObject": target,
-                "cmd": call.number,
-                "params": ctypes.addressof(buffer) if parameters else 0,
-                "paramsSize": len(parameters),
-            }
-        )
-        request = calls.ioctl_request(calls.ESC_CONTROL.value, len(data))
-        self._ioctl(self.fd if fd < 0 else fd, request, data)
-        return calls.CONTROL.get(data, "status"), parameters
+        request = _ControlRequest(call, client or self.client, target, values)
+        return request.make(self._ioctl, self.fd if fd < 0 else fd), request.parameters
 
     def control(
         self, call: calls.Call, target: int, values: Values, *, client: int = 0, fd: int = -1
@@ -211,18 +203,16 @@ class DriverClient:
     def exists(self, client: int, handle: int) -> bool:
         """Return whether a client, of any process, has this object; nothing is logged if not.
 
-        A search makes up to a thousand of these calls for each client, so both structures are kept
-        and only the two handles are written. The method must not be called by several threads.
+        A search makes up to a thousand of these calls for each client, so the request is kept, and
+        only the two handles are written. Only one thread at a time may call this method.
         """
-        if self._question is None:
-            self._question = _Question(self.client)
-        question = self._question
-        layout = calls.GET_ACCESS_RIGHTS.parameters
-        assert layout  # noqa: S101
-        layout.put(question.parameters, "hClient", client)
-        layout.put(question.parameters, "hObject", handle)
-        self._ioctl(self.fd, question.request, question.data)
-        return calls.CONTROL.get(question.data, "status") == 0
+        call = calls.GET_ACCESS_RIGHTS
+        assert call.parameters  # noqa: S101
+        if self._existence is None:
+            self._existence = _ControlRequest(call, self.client, self.client, {})
+        call.parameters.put(self._existence.parameters, "hClient", client)
+        call.parameters.put(self._existence.parameters, "hObject", handle)
+        return self._existence.make(self._ioctl, self.fd) == 0
 
     def gpu(self, uuid: str) -> DriverGpu | None:
         """Open a GPU with a device and a subdevice object; None if no process has it open."""

@@ -561,18 +561,13 @@ class Policy:
         on = {i: self._tenants[i] for i, setting in settings.items() if setting.on}
         slices = sum(settings[i].slice_ns for i, t in on.items() if t.busy) or 1
         is_ranked = any(tenant.first for tenant in on.values())
-        # Many continuous containers leave each of them little time, whatever the others do.
-        steady = {i for i, t in on.items() if t.is_continuous and now - t.used_at < PERIOD}
-        certain = sum(settings[i].slice_ns for i in steady) if len(steady) >= MANY else 0
         for i, tenant in on.items():
             if not tenant.is_found:
                 continue  # nothing can be done about it before its channels are found
             ns = settings[i].slice_ns
-            is_bounded = certain and not tenant.share.latency
-            most = ns / (certain + ns * (i not in steady)) if is_bounded else 1.0
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
             if tenant.first and len(on) > 1 and self._wakes(tenant, now) and not self._is_even:
-                left = (tenant.owed - FALL) * tenant.share.guarantee / most
+                left = (tenant.owed - FALL) * tenant.share.guarantee
                 if tenant.share.latency:
                     left = max(left, tenant.share.guarantee * WINDOW * PERIOD - tenant.had)
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
@@ -591,7 +586,7 @@ class Policy:
                 # Slices do not predict the use of the first rank. A cap that holds within any
                 # second cannot wait for the end of a turn.
                 is_rate = tenant.busy and not is_ranked and not tenant.share.latency
-                rate = ns / slices if is_rate else most
+                rate = ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))
         for tenant in self._tenants.values():

@@ -855,6 +855,17 @@ def test_a_container_that_is_not_searched_yet_incurs_no_debt_for_longer():
     assert on == [True] * UNSEARCHED + [False] * 2
 
 
+def test_there_is_no_step_for_a_container_that_is_not_found():
+    """It can be neither switched off nor given a slice."""
+    for groups, waits in (({}, True), (dict.fromkeys(range(3), 1), False)):
+        policy = Policy(0)
+        for i in range(3):
+            policy.add(i, Share(0.05, 0.05), 0)
+        used = dict.fromkeys(range(3), 2 * MS)
+        _, wake = policy.step(20 * MS, used, groups)
+        assert (wake == PERIOD) == waits
+
+
 def test_a_container_whose_search_found_nothing_incurs_a_debt_from_then_on():
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)

@@ -380,12 +380,19 @@ class Account:
             self._rated_ns[device] = now_ns
             self._rate(device, stats)
         held_ns = int(stats.held_ns)
-        busy = {process: charge.busy_ns for process, charge in charges.items()}
-        parts = self._meters[device].update(now_ns, busy, held_ns, sampled)
+        # A process without a context has done nothing on the GPU.
+        busy = {
+            process: charge.busy_ns
+            for process, charge in charges.items()
+            if charge.contexts or charge.busy_ns
+        }
+        total, parts = self._meters[device].update(
+            now_ns, busy, held_ns, sampled, is_traced=self._gpus.is_steered(device)
+        )
         passed = now_ns - self._measured_ns[device]
         self._measured_ns[device] = now_ns
-        for process, part in parts.items():
-            use = process.uses[device]
+        for process in charges:
+            use, part = process.uses[device], parts.get(process, 0.0)
             use.part = part
             use.worked += part * min(passed, now_ns - process.start_ns)
         pages.write(
@@ -393,7 +400,7 @@ class Account:
             layout.grant_device(device),
             "grant_device",
             "utilisation",
-            of_limit(sum(parts.values()), self.quota.compute_limit),
+            of_limit(total, self.quota.compute_limit),
         )
 
     def _publish_memory(self, device: int) -> None:

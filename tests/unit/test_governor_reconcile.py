@@ -75,6 +75,11 @@ class StubRunner(Runner):
         self._self = library.runner_new(ctypes.byref(RunnerConfig()), None)
         self.together = None
         self.held_ns = 0
+        self.steers = False
+
+    @property
+    def is_steered(self) -> bool:
+        return self.steers
 
     def stats(self, _: int) -> Stats:
         return Stats(held_ns=self.held_ns)
@@ -1021,7 +1026,7 @@ def test_a_container_is_measured_by_its_reports_up_to_its_held_time() -> None:
         # Each of the two processes reports half of the time. The container held the GPU for 40 %
         # of the time.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
-        parts = meter.update(now, busy, i * quarter * 2 // 5, None)
+        _, parts = meter.update(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})
 
 
@@ -1030,7 +1035,7 @@ def test_use_more_than_a_second_ago_is_forgotten() -> None:
     busy = 0
     for i in range(12):
         busy += S // 4 if i in (1, 2, 3, 4) else 0
-        parts = meter.update(i * S // 4, {"a": busy}, busy, None)
+        _, parts = meter.update(i * S // 4, {"a": busy}, busy, None)
         if i == 4:
             assert parts["a"] == pytest.approx(100)
         if i == 6:
@@ -1041,15 +1046,45 @@ def test_use_more_than_a_second_ago_is_forgotten() -> None:
 def test_a_report_that_decreases_or_jumps_is_bounded() -> None:
     meter: Meter[str] = Meter()
     for i, busy in enumerate((2**64 - 1, 0, 2**64 - 1, 5)):
-        parts = meter.update(i * S // 4, {"a": busy}, 10 * S * i, None)
+        _, parts = meter.update(i * S // 4, {"a": busy}, 10 * S * i, None)
         assert 0 <= parts["a"] <= 100
 
 
 def test_a_container_alone_is_measured_by_nvml() -> None:
     meter: Meter[str] = Meter()
     meter.update(0, {"a": 0, "b": 0}, 0, {"a": 60, "b": 30})
-    assert meter.update(S // 4, {"a": 5, "b": 0}, 0, {"a": 60, "b": 30}) == {"a": 60, "b": 30}
-    assert sum(meter.update(S // 2, {"a": 5, "b": 0}, 0, {"a": 90, "b": 90}).values()) == 100
+    use = meter.update(S // 4, {"a": 5, "b": 0}, 0, {"a": 60, "b": 30})
+    assert use == (90, {"a": 60, "b": 30})
+    use = meter.update(S // 2, {"a": 5, "b": 0}, 0, {"a": 90, "b": 90})
+    assert use == (100, {"a": 50, "b": 50})
+
+
+@pytest.mark.parametrize(
+    ("reported", "parts"),
+    [
+        ((3, 1), {"a": 30, "b": 10}),
+        ((9, 9), {"a": 20, "b": 20}),  # more than the container used
+        ((0, 0), {"a": 20, "b": 20}),
+    ],
+)
+def test_on_a_steered_gpu_reports_only_divide_the_traced_time(
+    reported: tuple[int, int], parts: dict[str, float]
+) -> None:
+    meter: Meter[str] = Meter()
+    tenth = S // 10
+    for i in range(21):
+        busy = {"a": i * tenth * reported[0] // 10, "b": i * tenth * reported[1] // 10}
+        use = meter.update(i * tenth, busy, i * tenth * 4 // 10, None, is_traced=True)
+    assert use == (pytest.approx(40), pytest.approx(parts))
+
+
+def test_on_a_steered_gpu_a_container_without_registered_processes_has_used_its_traced_time() -> (
+    None
+):
+    meter: Meter[str] = Meter()
+    for i in range(5):
+        use = meter.update(i * S // 4, {}, i * S // 10, None, is_traced=True)
+    assert use == (pytest.approx(40), {})
 
 
 def test_samples_are_averaged_over_their_times() -> None:
@@ -1090,6 +1125,34 @@ def test_utilisation_is_published_in_total_and_by_process(
         }
         assert by_pid == {one.pid: read(container, "utilisation"), two.pid: 0}
         assert second != first
+
+    play(scene)
+
+
+def test_on_a_steered_gpu_utilisation_is_the_traced_time_however_little_is_reported(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World) -> None:
+        world.runner.steers = True
+        container = await world.admit(limit=50)
+        (one, first), (two, _) = await world.join(container), await world.join(container)
+        begin, passed = time.monotonic_ns(), S // 5
+        clock = SimpleNamespace(monotonic_ns=lambda: begin, time_ns=time.time_ns)
+        monkeypatch.setattr("governor.account.time", clock)
+        write(container, first, contexts=1)
+        seen = {one.pid: MIB, two.pid: MIB}
+        look_once(container, seen)
+        for n_passed, reported in ((1, 0), (2, passed // 50)):
+            clock.monotonic_ns = lambda n=n_passed: begin + n * passed
+            write(container, first, busy_ns=reported)
+            world.runner.held_ns = n_passed * passed // 2
+            look_once(container, seen)
+            assert read(container, "utilisation") == 100  # half of the time, cap of a half
+            by_pid = {
+                entry["pid"]: cast("tuple[int, ...]", entry["utilisation"])[0]
+                for entry in pages.read_usage(container.grant)
+            }
+            assert by_pid == {one.pid: 100, two.pid: 0}  # the second has no context
 
     play(scene)
 

@@ -511,12 +511,17 @@ class Policy:
         self._later = LATER if n < MANY else PERIOD // 4
         # Rounds divide the period evenly, so that each container has the same time in each period.
         length = length // rounds - (0 if is_room else n * TURN_COST)
+        # Containers that are not found yet have the default slice. The slices of the others are
+        # in proportion to it, so that they keep to their caps without being switched off.
+        unfound = [weights[i] for i in busy if tenants[i].had and tenants[i].is_new]
+        most = DEFAULT_SLICE * len(unfound) / sum(unfound) if any(unfound) else NEVER
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy
-            ns = SHORT if is_alone else max(LEAST, int(length * weights[i]))
-            settings[i] = Setting(True, ns)
-            tenant.turn = float(ns)
+            turn = SHORT if is_alone else max(LEAST, length * weights[i])
+            ns = SHORT if is_alone else max(LEAST, min(length, most) * weights[i])
+            settings[i] = Setting(True, int(ns))
+            tenant.turn = max(ns, min(turn, SHORTEST))
         return settings
 
     def _rounds(self, n: int, least: float) -> int:

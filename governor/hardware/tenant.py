@@ -167,6 +167,11 @@ class Tenant:
         return sum(self.recent) + self.spent
 
     @property
+    def is_new(self) -> bool:
+        """Whether its channels are not found yet, and it incurs no debt until they are."""
+        return self.fresh and not self.is_found
+
+    @property
     def cost_others(self) -> float:
         """Time within the last second that others could not use because of this container."""
         return self.had + sum(self.costs) + self.cost

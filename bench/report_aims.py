@@ -117,10 +117,14 @@ SHAPES = {
 }
 
 
-def _processor(result: Mapping[str, Any]) -> float | None:
-    """Return the processor time of governor and helpers with 32 containers, in % of a core."""
-    arm = result["raw"].get("arms", {}).get("many")
-    return float(100 * sum(arm["processors"].values())) if arm else None
+def _processor(name: str) -> Figure:
+    """Return the processor time of governor and helpers in an arm, in % of a core."""
+
+    def figure(result: Mapping[str, Any]) -> float | None:
+        arm = result["raw"].get("arms", {}).get(name)
+        return float(100 * sum(arm["processors"].values())) if arm else None
+
+    return figure
 
 
 def _slower(kind: str) -> Figure:
@@ -209,7 +213,15 @@ AIMS = (
         _of("killed", lambda s: s["stall"]["longest_ms"]),
         most=20,
     ),
-    Aim("32 containers: governor and helpers, percent of a core", "quota", _processor, most=19),
+    Aim(
+        "32 containers: governor and helpers, percent of a core",
+        "quota",
+        _processor("many"),
+        most=19,
+    ),
+    Aim(
+        "the same on a steered GPU, in the first 12 s", "quota", _processor("hardware-many"), most=8
+    ),
     Aim("alone at 100 %: slowdown of a training step, percent", "step", _slower("train"), most=0.3),
     Aim(
         "alone at 100 %: slowdown of a decoded token (graph), percent",

@@ -426,8 +426,12 @@ class Runner:
         ledger: mmap,
         *,
         latency: bool = False,  # noqa: ARG002
+        is_adopted: bool = False,  # noqa: ARG002
     ) -> int:
-        """Add the container with these pages; `device` is the GPU's index in them."""
+        """Add the container with these pages; `device` is the GPU's index in them.
+
+        `is_adopted` is true if an earlier governor admitted the container.
+        """
         views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
         tenant = int(
             self._library.runner_add(

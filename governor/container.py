@@ -211,7 +211,8 @@ class Container:
         if recovered is not None:
             take_over(self.grant, config, self.strategy, may_hold=not self.suspension)
             self._slots.take_over(recovered.processes, pages.read_usage(self.grant))
-        self._gpus.start(self.quota, self.grant, self.ledger)
+        is_adopted = recovered is not None
+        self._gpus.start(self.quota, self.grant, self.ledger, is_adopted=is_adopted)
         self._slots.announce()
         self._gpus.run_together()
         if self.suspension:

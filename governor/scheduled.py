@@ -30,11 +30,16 @@ class Scheduled:
         self._held: dict[int, dict[int, int]] = {}
         self._loop = asyncio.get_running_loop()
 
-    def start(self, quota: Quota, grant: mmap, ledger: mmap) -> None:
-        """Share the GPUs with the container that has these pages."""
-        shares = shares_of(quota)
+    def start(self, quota: Quota, grant: mmap, ledger: mmap, *, is_adopted: bool = False) -> None:
+        """Share the GPUs with the container that has these pages.
+
+        `is_adopted` is true if an earlier governor admitted the container.
+        """
+        shares, is_latency = shares_of(quota), quota.is_latency
         for i, runner in enumerate(self._runners):
-            self._tenants.append(runner.add(*shares, grant, i, ledger, latency=quota.is_latency))
+            self._tenants.append(
+                runner.add(*shares, grant, i, ledger, latency=is_latency, is_adopted=is_adopted)
+            )
 
     def run_together(self) -> None:
         """Let a container with several GPUs run on all of them at the same time."""

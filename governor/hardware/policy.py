@@ -48,6 +48,8 @@ from governor.hardware.tenant import (
     MS,
     PERIOD,
     SLACK,
+    UNFOUND,
+    UNSEARCHED,
     WINDOW,
     Load,
     Setting,
@@ -75,14 +77,6 @@ CREDIT = 3 * MS
 """Largest credit that a container carries into the next period, or a whole turn if that is longer.
 Turns begin and end anywhere in a period, and driver calls end them early or late, so a container
 may fall short of its cap."""
-UNFOUND = 10
-"""Number of periods for which a container may work without incurring a debt until its channels are
-found. A governor that starts has to find the containers of its predecessor; without this, a
-container with a cap of 5 % would be off for 2 s for each such period."""
-UNSEARCHED = 50
-"""The same number before the first search for its channels has ended. The channels of many
-containers that start together are found one after the other (32 containers on an H100: within
-5 s)."""
 DEBT = 3 * PERIOD
 """Largest excess over a cap that is deducted from later periods. What a container used after a
 pause is known only 0.3 s later (activity.py)."""
@@ -172,11 +166,14 @@ class Policy:
         self._is_even = False  # all containers have the same slice, whatever their ranks
         self._circle: set[int] = set()  # containers kept to their caps by their slices alone
 
-    def add(self, tenant: int, share: Share, now: int) -> None:
-        """Let a container share the GPU from now on, or change its share."""
+    def add(self, tenant: int, share: Share, now: int, *, is_adopted: bool = False) -> None:
+        """Let a container share the GPU from now on, or change its share.
+
+        If `is_adopted` is true, its slices may have been set before.
+        """
         known = self._tenants.get(tenant)
         if known is None:
-            self._tenants[tenant] = Tenant(share, now)
+            self._tenants[tenant] = Tenant(share, now, is_adopted=is_adopted)
             # Its load is not known yet, so the GPU counts as full for some periods.
             self._is_full, self._n_unknown = True, N_FULL
         else:
@@ -513,7 +510,7 @@ class Policy:
         length = length // rounds - (0 if is_room else n * TURN_COST)
         # Containers that are not found yet have the default slice. The slices of the others are
         # in proportion to it, so that they keep to their caps without being switched off.
-        unfound = [weights[i] for i in busy if tenants[i].had and tenants[i].is_new]
+        unfound = [weights[i] for i in busy if tenants[i].is_new and tenants[i].had]
         most = DEFAULT_SLICE * len(unfound) / sum(unfound) if any(unfound) else NEVER
         settings = {}
         for i, tenant in tenants.items():

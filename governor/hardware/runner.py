@@ -116,7 +116,7 @@ class _SteeredContainers:
     def tell(self, steering: Steering[Any]) -> None:
         """Add all containers and their processes to a new Steering."""
         for number, share in self.shares.items():
-            steering.add(number, share)
+            steering.add(number, share, is_adopted=True)
         for number, gang in self.gangs.items():
             steering.join(number, gang)
         for number, pid in self.processes:
@@ -209,17 +209,19 @@ class HardwareRunner(Runner):
         ledger: mmap,
         *,
         latency: bool = False,
+        is_adopted: bool = False,
     ) -> int:
         """Add the container with these pages; `device` is the GPU's index in them."""
         tenant = super().add(guarantee, limit, grant, device, ledger)
         number = self._number[tenant] = next(self._numbers)
-        self._share(number, Share(guarantee / WHOLE, limit / WHOLE, latency))
+        share = Share(guarantee / WHOLE, limit / WHOLE, latency)
+        self._share(number, share, is_adopted=is_adopted)
         return tenant
 
-    def _share(self, number: int, share: Share) -> None:
+    def _share(self, number: int, share: Share, *, is_adopted: bool = False) -> None:
         with self._lock:
             self._known.shares[number] = share
-            self._run_on_thread(lambda steering: steering.add(number, share))
+            self._run_on_thread(lambda steering: steering.add(number, share, is_adopted=is_adopted))
 
     def join(self, tenant: int, gang: int) -> None:
         """Run a container on this GPU at the same time as on its other GPUs."""

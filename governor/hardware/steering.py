@@ -137,9 +137,12 @@ class Steering(Generic[H]):
         self.used_ns: Counter[int] = Counter()
         self._overcharged: dict[int, int] = {}
 
-    def add(self, tenant: int, share: Share) -> None:
-        """Let a container share the GPU, or change its share."""
-        self._policy.add(tenant, share, self._clock())
+    def add(self, tenant: int, share: Share, *, is_adopted: bool = False) -> None:
+        """Let a container share the GPU, or change its share.
+
+        If `is_adopted` is true, an earlier governor or Steering may have set its slices.
+        """
+        self._policy.add(tenant, share, self._clock(), is_adopted=is_adopted)
         self._held.setdefault(tenant, [])
 
     def join(self, tenant: int, gang: int) -> None:

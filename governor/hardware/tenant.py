@@ -25,6 +25,14 @@ DEFAULT_SLICE = 2 * MS
 BURST = 0.5
 """Fraction of the time that a container could have used. A container that used more than this in a
 recent period has to take turns."""
+UNFOUND = 10
+"""Number of periods for which a container may work without incurring a debt until its channels are
+found. A governor that starts has to find the containers of its predecessor; without this, a
+container with a cap of 5 % would be off for 2 s for each such period."""
+UNSEARCHED = 50
+"""The same number before the first search for its channels has ended. The channels of many
+containers that start together are found one after the other (32 containers on an H100: within
+5 s)."""
 MAX_OWED = 150 * MS
 """Time in nanoseconds. A container that exceeded its guarantee by more than this while others were
 below theirs has to take turns, even if it ends its turns early for lack of work."""
@@ -125,8 +133,9 @@ class Second:
 class Tenant:
     """A container: its shares, the time that it used, and the time that it is owed or owes."""
 
-    def __init__(self, share: Share, now: int) -> None:
+    def __init__(self, share: Share, now: int, *, is_adopted: bool = False) -> None:
         self.share = share
+        self.is_adopted = is_adopted  # its slices may have been set before
         self.owed = 0.0  # time below its guarantee, in ns of wall time at the guaranteed rate
         self.first = share.latency
         self.spent = 0.0  # GPU time in this period
@@ -156,7 +165,7 @@ class Tenant:
         self.on, self.slice = True, DEFAULT_SLICE
         # A container is found in the middle of a period, and can be steered only from then on. So
         # an excess over its cap in that period is not a debt. What it used before it was found is
-        # not a debt either, for at most `policy.UNFOUND` or, before a search, `UNSEARCHED` periods.
+        # not a debt either, for at most UNFOUND or, before a search, UNSEARCHED periods.
         self.is_found = self.is_searched = False
         self.n_unfound = 0  # periods in which it worked and could not be switched off
         self.fresh = True
@@ -168,8 +177,8 @@ class Tenant:
 
     @property
     def is_new(self) -> bool:
-        """Whether its channels are not found yet, and it incurs no debt until they are."""
-        return self.fresh and not self.is_found
+        """Whether its channels have the default slice because they are not found yet."""
+        return self.fresh and not self.is_found and not self.is_adopted
 
     @property
     def cost_others(self) -> float:

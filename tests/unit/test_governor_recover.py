@@ -102,7 +102,11 @@ class IdleRunner:
     is_steered = False
     not_steered = ""
 
-    def add(self, *_: object, **__: object) -> int:
+    def __init__(self) -> None:
+        self.adopted: list[object] = []
+
+    def add(self, *_: object, **more: object) -> int:
+        self.adopted.append(more["is_adopted"])
         return 0
 
     def enter(self, *_: object) -> None: ...
@@ -491,6 +495,18 @@ def test_the_pages_quota_takes_precedence(play: Play) -> None:
         assert world.one().quota == quota
         assert world.state.containers[container.key].quota == quota
         assert world.server._allocations._gpus[0].compute_used == 20
+
+    play(scene)
+
+
+def test_the_scheduler_knows_which_containers_an_earlier_governor_admitted(play: Play) -> None:
+    """The earlier governor may have set their slices."""
+
+    async def scene(world: RecoveryWorld) -> None:
+        await world.admit()
+        await world.restart()
+        await world.admit("two")
+        assert world.runner.adopted == [False, True, False]
 
     play(scene)
 

@@ -15,11 +15,17 @@ from governor.hardware.policy import (
     LONG,
     SHORT,
     TURN_COST,
-    UNFOUND,
-    UNSEARCHED,
     Policy,
 )
-from governor.hardware.tenant import DEFAULT_SLICE, PERIOD, Second, Setting, Share
+from governor.hardware.tenant import (
+    DEFAULT_SLICE,
+    PERIOD,
+    UNFOUND,
+    UNSEARCHED,
+    Second,
+    Setting,
+    Share,
+)
 from tests.conftest import examples
 from tests.unit.virtual_gpu import MS, VirtualContext, VirtualGpu
 
@@ -929,6 +935,16 @@ def test_found_containers_keep_to_caps_of_different_size_while_others_are_not_fo
     for k, second in enumerate(parts):
         n_found = min(len(caps), k * S * len(caps) // until)  # when the second began
         assert all(second[i] <= 100 * caps[i] + 1 for i in range(n_found))
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_slices_of_adopted_containers_may_not_be_the_default_one(is_adopted):
+    policy = Policy(0)
+    for i in range(4):
+        policy.add(i, Share(0.25, 0.25), 0, is_adopted=is_adopted)
+    used = dict.fromkeys(range(4), PERIOD // 4)
+    settings, _ = policy.step(PERIOD, used, {1: 1, 2: 1, 3: 1})
+    assert (settings[1].slice_ns == 2 * MS) != is_adopted
 
 
 def test_a_container_that_stays_unfound_does_not_keep_the_slices_of_others_short():

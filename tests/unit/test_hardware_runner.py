@@ -25,6 +25,7 @@ from governor.hardware.probe import NotProbedError, WithoutEffectError
 from governor.hardware.remote import RemoteHardware
 from governor.hardware.runner import GangCoordinator, HardwareRunner
 from governor.hardware.service import SteeringService
+from governor.hardware.steering import Steering
 from governor.hardware.watchdog import Watchdog
 from libcontrol import layout, pages
 
@@ -443,6 +444,22 @@ def test_after_a_failure_steering_is_tried_again(tried, gpu):
     assert not {12, 13} & (gpu.slices.keys() | gpu.off)
     wait_for(lambda: runner.stats(first.tenant).charged_ns > charged)
     wait_for(lambda: runner.stats(fourth.tenant).charged_ns)
+
+
+def test_after_a_failure_the_slices_of_known_containers_are_not_taken_for_the_default_one(
+    tried, gpu, monkeypatch
+):
+    added = []
+    add = Steering.add
+    monkeypatch.setattr(Steering, "add", lambda *a, is_adopted: added.append(is_adopted) or add(*a))
+    runner, _, _, _ = tried
+    StubContainer(runner, 10, 10)
+    wait_for(lambda: added == [False])
+    gpu.failure = OSError("the device is gone")
+    wait_for(lambda: not runner.is_steered)
+    gpu.failure = None
+    wait_for(lambda: runner.is_steered)
+    assert added == [False, True]
 
 
 def test_a_second_failure_is_tried_again_as_well(tried, gpu):

@@ -35,7 +35,8 @@ class HeldContainer:
     def __enter__(self) -> Self:
         self.bundle.write()
         root = self.bundle.rootfs
-        script = f'{self.mount} && mount --make-$2 "$1" && echo ready && exec sleep 60'
+        # The process ends with this one at the latest, which holds the other end of its input.
+        script = f'{self.mount} && mount --make-$2 "$1" && echo ready && exec cat'
         self.process = subprocess.Popen(
             [
                 *self.enter,
@@ -50,6 +51,7 @@ class HeldContainer:
                 str(root),
                 self.propagation,
             ],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None
@@ -63,7 +65,9 @@ class HeldContainer:
         traceback: TracebackType | None,
     ) -> None:
         self.process.kill()
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()
 

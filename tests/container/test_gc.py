@@ -46,7 +46,7 @@ UNSURE = (
     "the search did not finish",
 )
 """Reasons for which the collector keeps a generation because other containers start and end during the search."""
-BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
+BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 600'
 
 
 class TwoGenerations:
@@ -171,7 +171,7 @@ def test_a_containers_generation_is_kept_until_it_ends(
     path = tmp_path / "bundle"
     path.mkdir()
     subprocess.run(["cp", "-a", str(made_once / "rootfs"), str(path / "rootfs")], check=True)
-    bundle = DiskBundle(path, path / "rootfs", base_config("echo ready; exec sleep 60"))
+    bundle = DiskBundle(path, path / "rootfs", base_config("echo ready; exec sleep 600"))
     bundle.config["mounts"].append(
         {
             "destination": "/driver",
@@ -312,7 +312,7 @@ def test_a_mount_outside_the_root_of_a_process_keeps_its_generation(
     driver: TwoGenerations, made_once: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The mountinfo of a process in a chroot does not show such a mount."""
-    script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 60"'
+    script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 600"'
     arguments = (driver.old / "lib64", driver.target, made_once / "rootfs")
     with namespace(*shell(script, *arguments)) as process:
         assert OLD not in Path(f"/proc/{process.pid}/mountinfo").read_text()
@@ -451,7 +451,7 @@ def test_a_layer_of_an_overlay_keeps_its_generation(
     driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lower").mkdir()
-    script = 'mount -t overlay overlay -o "lowerdir=$1:$2" "$3" && echo ready && exec sleep 60'
+    script = 'mount -t overlay overlay -o "lowerdir=$1:$2" "$3" && echo ready && exec sleep 600'
     arguments = (driver.old / "lib64", tmp_path / "lower", driver.target)
     with namespace(*shell(script, *arguments)) as process:
         expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
@@ -599,7 +599,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
         return read(self, path, what) if path.startswith("self/") else []
 
     monkeypatch.setattr(namespaces._ChildSearch, "_mounts", show)
-    script = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
+    script = 'mount --bind "$1" "$2" && echo ready && exec sleep 600'
     with namespace(*shell(script, driver.old, driver.target)):
         reason = driver.gc_once(capsys, "--dry-run")[driver.old.name]
         # Without the list, the namespace itself is entered.
@@ -629,7 +629,7 @@ def test_a_layer_that_was_mounted_through_the_link_keeps_every_generation(
     (tmp_path / "lower").mkdir()
     switch(driver.path, driver.old.name)
     script = (
-        'mount -t overlay o -o "lowerdir=$1/current/lib64:$2" "$3" && echo ready && exec sleep 60'
+        'mount -t overlay o -o "lowerdir=$1/current/lib64:$2" "$3" && echo ready && exec sleep 600'
     )
     arguments = (driver.path, tmp_path / "lower", driver.target)
     with namespace(*shell(script, *arguments)) as process:
@@ -644,7 +644,7 @@ def test_a_layer_of_the_same_name_elsewhere_keeps_nothing(
     need("setpriv")
     script = (
         "mount -t tmpfs x /mnt && mkdir -p /mnt/$1 /mnt/b /mnt/m && "
-        "mount -t overlay o -o lowerdir=/mnt/$1:/mnt/b /mnt/m && echo ready && exec sleep 60"
+        "mount -t overlay o -o lowerdir=/mnt/$1:/mnt/b /mnt/m && echo ready && exec sleep 600"
     )
     with running(*TENANT, *shell(script, Path(driver.old.name))):
         assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
@@ -667,7 +667,7 @@ time.sleep(60)
 def test_a_lazily_unmounted_directory_in_use_keeps_its_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = 'mount --bind "$1" "$2" && cd "$2" && umount -l "$2" && echo ready && exec sleep 60'
+    script = 'mount --bind "$1" "$2" && cd "$2" && umount -l "$2" && echo ready && exec sleep 600'
     with namespace(*shell(script, driver.old, driver.target)) as process:
         expected = f"open in 1 process, e.g. pid {process.pid} (sleep)"
         assert driver.gc(capsys)[driver.old.name] == expected
@@ -679,11 +679,11 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
     """Without the kernel's list, the reason says which user keeps the generations."""
     need("setpriv")
     script = (
-        "set -e; mount -t tmpfs x /mnt; touch /mnt/p; unshare -m sleep 60 & c=$!; "
+        "set -e; mount -t tmpfs x /mnt; touch /mnt/p; unshare -m sleep 600 & c=$!; "
         'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
         # See pinned() for what may fail here.
         "mount --bind /proc/$c/ns/mnt /mnt/p; mount --bind /etc/hostname /mnt/p; kill $c; "
-        "wait $c || true; echo ready; exec sleep 60"
+        "wait $c || true; echo ready; exec sleep 600"
     )
     # On one processor, both namespaces take their numbers from one batch, in ascending order.
     on = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]

@@ -205,9 +205,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             waiting = [scope for scope in self.workqueue if waits(scope)]
             if self.nodes[2:3] == [node]:
                 return waiting
-            # The measuring tests take the longest, although other scopes have more tests.
+            # The measuring tests take the longest, although other scopes have more tests; then come
+            # the mutants.
             first = [MEASURING] if MEASURING in self.workqueue else []
-            return [*first, *(scope for scope in self.workqueue if not waits(scope)), *waiting]
+            others = [scope for scope in self.workqueue if not waits(scope)]
+            others.sort(key=lambda scope: not scope.startswith(MUTANTS))
+            return [*first, *others, *waiting]
 
         def _assign_work_unit(self, node: WorkerController) -> None:
             if left := self._left_for(node):

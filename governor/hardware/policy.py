@@ -110,6 +110,9 @@ LIVELY = 3 * PERIOD
 periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
+CROWD = 16
+"""With at least this number, slices are in proportion to the default slice that containers have
+until they are found, so that caps hold without switching. Of a few, each is found soon."""
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
@@ -508,10 +511,8 @@ class Policy:
         self._later = LATER if n < MANY else PERIOD // 4
         # Rounds divide the period evenly, so that each container has the same time in each period.
         length = length // rounds - (0 if is_room else n * TURN_COST)
-        # Containers that are not found yet have the default slice. The slices of the others are
-        # in proportion to it, so that they keep to their caps without being switched off.
-        unfound = [weights[i] for i in busy if tenants[i].is_new and tenants[i].had]
-        most = DEFAULT_SLICE * len(unfound) / sum(unfound) if any(unfound) else NEVER
+        new = [weights[i] for i in busy if tenants[i].is_new and tenants[i].had]
+        most = DEFAULT_SLICE * len(new) / sum(new) if n >= CROWD and any(new) else NEVER
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy

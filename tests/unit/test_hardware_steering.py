@@ -124,18 +124,11 @@ def test_slices_are_set_only_once(node):
     assert dict(node.steering.used_ns) == {1: 330 * MS, 2: 165 * MS}
 
 
-@pytest.mark.parametrize("is_adopted", [False, True])
-def test_a_new_container_has_the_default_slice_until_it_is_found_and_an_adopted_one_may_not(
-    node, is_adopted
-):
-    for i in FDS:
-        node.steering.add(i, Share(0.3, 0.3), is_adopted=is_adopted)
-    node.attach(1)
-    node.steering.enter(2, 1002)
-    node.step(0)
-    node.step(30, c1=10, c2=10)
-    slice_ns = node.state(1)[1]
-    assert (slice_ns == us(2 * MS)) != is_adopted
+def test_the_policy_knows_which_containers_are_adopted(node):
+    node.steering.add(1, Share(0.3, 0.3), is_adopted=True)
+    node.steering.add(2, Share(0.3, 0.3))
+    adopted = {i: one.is_adopted for i, one in node.steering._policy._tenants.items()}
+    assert adopted == {1: True, 2: False}
 
 
 def test_a_container_that_has_used_its_cap_is_off_until_the_period_ends(node):

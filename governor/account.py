@@ -100,9 +100,9 @@ class Account:
         processes: Mapping[int, RegisteredProcess],
         gpus: Scheduled,
         context_memory: int,
-        is_running: bool,
+        is_adopted: bool,
     ) -> None:
-        """Start an account; `is_running` is true if an earlier governor admitted the container."""
+        """Start an account; `is_adopted` is true if an earlier governor admitted the container."""
         self.quota = quota
         self.is_suspended = False
         self._grant, self._ledger, self._devices = grant, ledger, devices
@@ -119,7 +119,7 @@ class Account:
         self._seen = [(0, 0)] * len(devices)
         self._stats = [Stats() for _ in devices]
         # The memory on the grant page stays unchanged until this governor's first sample.
-        self._keeps_memory = [is_running] * len(devices)
+        self._keeps_memory = [is_adopted] * len(devices)
 
     # What is read
 
@@ -380,14 +380,15 @@ class Account:
             self._rated_ns[device] = now_ns
             self._rate(device, stats)
         held_ns = int(stats.held_ns)
-        # A process without a context has done nothing on the GPU.
+        is_traced = self._gpus.is_steered(device)
         busy = {
             process: charge.busy_ns
             for process, charge in charges.items()
-            if charge.contexts or charge.busy_ns
+            # A process without a context has no part of the time that the trace shows.
+            if charge.contexts or charge.busy_ns or not is_traced
         }
         total, parts = self._meters[device].update(
-            now_ns, busy, held_ns, sampled, is_traced=self._gpus.is_steered(device)
+            now_ns, busy, held_ns, sampled, is_traced=is_traced
         )
         passed = now_ns - self._measured_ns[device]
         self._measured_ns[device] = now_ns

@@ -182,6 +182,7 @@ class Container:
             suspended=bool(self.suspension),
             **vars(first.row),
         )
+        is_adopted = recovered is not None
         self.account = Account(
             grant=self.grant,
             ledger=self.ledger,
@@ -190,7 +191,7 @@ class Container:
             processes=self._processes,
             gpus=self._gpus,
             context_memory=self.context_memory,
-            is_running=recovered is not None,
+            is_adopted=is_adopted,
         )
         self.account.is_suspended = bool(self._suspension)
         arenas = Arenas(self.ledger) if self.quota.parking else None
@@ -211,7 +212,6 @@ class Container:
         if recovered is not None:
             take_over(self.grant, config, self.strategy, may_hold=not self.suspension)
             self._slots.take_over(recovered.processes, pages.read_usage(self.grant))
-        is_adopted = recovered is not None
         self._gpus.start(self.quota, self.grant, self.ledger, is_adopted=is_adopted)
         self._slots.announce()
         self._gpus.run_together()

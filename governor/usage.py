@@ -277,7 +277,7 @@ class Meter(Generic[Key]):
     one process.
 
     On a steered GPU the container's time is known from the GPU's trace. The reports only divide it
-    among the processes: on an H200 they added up to a tenth of it in two of five runs, because few
+    among the processes: on an H200 they added up to a tenth of it in two of six runs, because few
     markers are recorded there and other containers' work lies between them.
     """
 

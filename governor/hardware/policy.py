@@ -519,6 +519,7 @@ class Policy:
             turn = SHORT if is_alone else max(LEAST, length * weights[i])
             ns = SHORT if is_alone else max(LEAST, min(length, most) * weights[i])
             settings[i] = Setting(True, int(ns))
+            # With short slices, a container may have one turn more or less in a period.
             tenant.turn = max(ns, min(turn, SHORTEST))
         return settings
 

@@ -375,7 +375,7 @@ def test_lent_time_is_counted_even_if_nothing_reads_it(monkeypatch: pytest.Monke
         processes={},
         gpus=cast("Any", gpus),
         context_memory=0,
-        is_running=False,
+        is_adopted=False,
     )
     for _ in range(41):
         one.reconcile(0, {}, account.GpuSample(now[0], {}))

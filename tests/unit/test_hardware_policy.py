@@ -909,9 +909,8 @@ def found_one_by_one(caps, until, seconds):
         settings, wake = policy.step(gpu.now, dict(used), groups)
         used.clear()
         found = {i: settings[i] for i in groups}
-        default = Setting(True, contexts[0].slice_ns if not before else 2 * MS)
         for i, one in found.items():
-            then = before.setdefault(i, default)
+            then = before.setdefault(i, Setting(True, DEFAULT_SLICE))
             n_calls += (one.on != then.on) + (one.slice_ns != then.slice_ns)
         carry_out(gpu, before, found, advance)
         before |= found

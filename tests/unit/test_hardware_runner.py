@@ -452,12 +452,15 @@ def test_after_a_failure_the_slices_of_known_containers_are_not_taken_for_the_de
     added = []
     add = Steering.add
     monkeypatch.setattr(Steering, "add", lambda *a, is_adopted: added.append(is_adopted) or add(*a))
-    runner, _, _, _ = tried
+    runner, _, _, may_open = tried
     StubContainer(runner, 10, 10)
     wait_for(lambda: added == [False])
+    may_open.clear()
     gpu.failure = OSError("the device is gone")
     wait_for(lambda: not runner.is_steered)
+    wait_for(lambda: gpu.closed)
     gpu.failure = None
+    may_open.set()
     wait_for(lambda: runner.is_steered)
     assert added == [False, True]
 

@@ -765,13 +765,9 @@ def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
     return give_back_ms(node, agent, epoch)
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
-    node: MemoryNode, *, measured: bool
-) -> None:
-    """The agent gives the GPU back after 20 ms the first time, or 100 ms if the work is new.
-
-    Once the work is known to wait, the agent gives the GPU back within 2 ms.
+def spins_ms(node: MemoryNode, *, measured: bool) -> list[float]:
+    """Return how long after the end of each grant an agent gives it back, if its work waits for
+    another container.
     """
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -792,10 +788,32 @@ def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
         grant(node, 0, 2 * i + 5)
         agent.run(f"words[1] = {i + 2}; driver.call('cuStreamSynchronize', s)")
         time.sleep(0.2)  # until the helper has seen the outcome
-    first = 20 if measured else 100
-    assert first - 5 < took[0] < first + 400
-    assert min(took[1:]) < 2, took
     assert agent.run("words[0]") == len(took) + 1
+    return took
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
+    build_dir: Path, tmp_path: Path, *, measured: bool
+) -> None:
+    """The agent gives the GPU back after 20 ms the first time, or 100 ms if the work is new.
+
+    Once the work is known to wait, the agent gives the GPU back within 2 ms. On a busy machine, the
+    agent may start the work just before the grant ends. The work then seems to be about to end, and
+    the agent gives the GPU back at once. This happens rarely, so it does not happen four times.
+    """
+    first = 20 if measured else 100
+    tried = []
+    for n in range(4):
+        (tmp_path / str(n)).mkdir()
+        with open_node(build_dir, tmp_path / str(n)) as node:
+            took = spins_ms(node, measured=measured)
+        assert took[0] < first + 400
+        assert min(took[1:]) < 2, took
+        tried.append(took[0])
+        if took[0] > first - 5:
+            return
+    pytest.fail(f"{tried} ms")
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> None:

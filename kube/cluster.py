@@ -1,13 +1,18 @@
 """Makes all of the DRA driver's calls to the Kubernetes API server, through the official client.
 
 Objects are plain JSON as on the wire, so fields that the client's model does not know yet are kept.
+The client's classes of the API groups are not used: for models of all the objects of Kubernetes,
+they take two seconds of processor time at each start and 22 MB. They also call through pydantic's
+Rust code. If the interpreter ends while a thread is in such a call, the process aborts.
+
 Every failure is a ClusterError.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from kube.errors import ClaimError, ClusterError
@@ -31,6 +36,31 @@ POOL = 16
 
 TIMEOUT = (5.0, 10.0)
 """Timeouts in seconds for connecting and for the answer: the kubelet waits 45 s in total."""
+
+
+RESOURCES = "/apis/resource.k8s.io/v1"
+SLICES = f"{RESOURCES}/resourceslices"
+SLICE = f"{SLICES}/{{name}}"
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A request to the API server; `names` are those in braces in `path`."""
+
+    method: str
+    path: str
+    names: dict[str, str] = field(default_factory=dict)
+    query: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that depend on the request."""
+        headers = {"Accept": "application/json"}
+        if self.body is not None:
+            patches = self.method == "PATCH"
+            kind = "strategic-merge-patch+json" if patches else "json"
+            headers["Content-Type"] = f"application/{kind}"
+        return headers
 
 
 class Cluster:
@@ -60,27 +90,26 @@ class Cluster:
         configuration.connection_pool_maxsize = POOL
         self._client = client.ApiClient(configuration)
         relax(self._client.rest_client.pool_manager)
-        self._resource = client.ResourceV1Api(self._client)
-        self._core = client.CoreV1Api(self._client)
         self._timeout = timeout
 
     def claim(self, namespace: str, name: str) -> dict[str, Any]:
         """Return a ResourceClaim."""
         return self._json(
             f"claim {namespace}/{name}",
-            lambda **o: self._resource.read_namespaced_resource_claim(name, namespace, **o),
-        )
+            ApiRequest(
+                "GET", f"{RESOURCES}/namespaces/{{namespace}}/resourceclaims/{{name}}",
+                {"namespace": namespace, "name": name},
+            ),
+        )  # fmt: skip
 
     def node(self, name: str) -> dict[str, Any]:
         """Return a Node."""
-        return self._json(f"node {name}", lambda **o: self._core.read_node(name, **o))
+        return self._json(f"node {name}", ApiRequest("GET", "/api/v1/nodes/{name}", {"name": name}))
 
     def slice(self, name: str) -> dict[str, Any] | None:
         """Return a ResourceSlice, or None if it does not exist."""
         try:
-            return self._json(
-                f"ResourceSlice {name}", lambda **o: self._resource.read_resource_slice(name, **o)
-            )
+            return self._json(f"ResourceSlice {name}", ApiRequest("GET", SLICE, {"name": name}))
         except ClusterError as e:
             if e.http == 404:
                 return None
@@ -88,11 +117,11 @@ class Cluster:
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Create a ResourceSlice; return what is stored, or with `dry_run` what would be stored."""
-        more = {"dry_run": "All"} if dry_run else {}
+        query = {"dryRun": "All"} if dry_run else {}
         try:
             return self._json(
                 f"ResourceSlice {body['metadata']['name']}",
-                lambda **o: self._resource.create_resource_slice(body, **more, **o),
+                ApiRequest("POST", SLICES, query=query, body=body),
             )
         except ClusterError as e:
             if e.http != 404:
@@ -107,19 +136,15 @@ class Cluster:
     def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Replace a ResourceSlice if it still has the version in `body`; return what is stored."""
         name = body["metadata"]["name"]
-        more = {"dry_run": "All"} if dry_run else {}
+        query = {"dryRun": "All"} if dry_run else {}
         return self._json(
-            f"ResourceSlice {name}",
-            lambda **o: self._resource.replace_resource_slice(name, body, **more, **o),
+            f"ResourceSlice {name}", ApiRequest("PUT", SLICE, {"name": name}, query, body)
         )
 
     def delete_slice(self, name: str) -> None:
         """Delete a ResourceSlice; it is not an error if it does not exist."""
         try:
-            self._json(
-                f"ResourceSlice {name}",
-                lambda **o: self._resource.delete_resource_slice(name, **o),
-            )
+            self._json(f"ResourceSlice {name}", ApiRequest("DELETE", SLICE, {"name": name}))
         except ClusterError as e:
             if e.http != 404:
                 raise
@@ -129,15 +154,15 @@ class Cluster:
 
         Raise ClusterError with the status 410 if that version is too old.
         """
+        query = {
+            "watch": "true",
+            "fieldSelector": f"metadata.name={name}",
+            "resourceVersion": version,
+            "timeoutSeconds": str(seconds),
+        }
         response = self._call(
             f"ResourceSlice {name}",
-            lambda **o: self._resource.list_resource_slice(
-                watch=True,
-                field_selector=f"metadata.name={name}",
-                resource_version=version,
-                timeout_seconds=seconds,
-                **o,
-            ),
+            ApiRequest("GET", SLICES, query=query),
             timeout=(self._timeout[0], seconds + self._timeout[1]),
         )
         partial = b""
@@ -165,32 +190,29 @@ class Cluster:
 
     def create_event(self, namespace: str, body: dict[str, Any]) -> None:
         """Create an Event."""
+        path = "/api/v1/namespaces/{namespace}/events"
         self._json(
-            f"event in {namespace}",
-            lambda **o: self._core.create_namespaced_event(namespace, body, **o),
+            f"event in {namespace}", ApiRequest("POST", path, {"namespace": namespace}, body=body)
         )
 
     def pods(self, node: str) -> list[dict[str, Any]]:
         """Return the pods of a node, from a cache of the API server."""
-        answer = self._json(
-            f"pods of node {node}",
-            lambda **o: self._core.list_pod_for_all_namespaces(
-                field_selector=f"spec.nodeName={node}", resource_version="0", **o
-            ),
-        )
+        query = {"fieldSelector": f"spec.nodeName={node}", "resourceVersion": "0"}
+        answer = self._json(f"pods of node {node}", ApiRequest("GET", "/api/v1/pods", query=query))
         items = answer.get("items")
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
     def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
         """Set an annotation through the pod's status subresource, so nothing else can change."""
+        path = "/api/v1/namespaces/{namespace}/pods/{name}/status"
         body = {"metadata": {"uid": uid, "annotations": {annotation: text}}}
         self._json(
             f"pod {namespace}/{name}",
-            lambda **o: self._core.patch_namespaced_pod_status(name, namespace, body, **o),
+            ApiRequest("PATCH", path, {"namespace": namespace, "name": name}, body=body),
         )
 
-    def _json(self, subject: str, call: Callable[..., Any]) -> dict[str, Any]:
-        response = self._call(subject, call, timeout=self._timeout)
+    def _json(self, subject: str, request: ApiRequest) -> dict[str, Any]:
+        response = self._call(subject, request, timeout=self._timeout)
         try:
             document = json.loads(response.data)
         except RecursionError as e:
@@ -206,12 +228,27 @@ class Cluster:
             )
         return document
 
-    @staticmethod
-    def _call(subject: str, call: Callable[..., Any], *, timeout: tuple[float, float]) -> Any:
+    def _call(self, subject: str, request: ApiRequest, *, timeout: tuple[float, float]) -> Any:
+        """Send a request, and return the response of urllib3 if the API server accepts it."""
+        from kubernetes.client.exceptions import ApiException
+
         try:
-            return call(_preload_content=False, _request_timeout=timeout)
+            serialized = self._client.param_serialize(
+                request.method,
+                request.path,
+                path_params=request.names,
+                query_params=list(request.query.items()),
+                header_params=request.headers(),
+                body=request.body,
+                auth_settings=["BearerToken"],
+            )
+            answer = self._client.call_api(*serialized, _request_timeout=timeout)
+            if not 200 <= answer.status <= 299:
+                answer.read()
+                raise ApiException(http_resp=answer)
         except Exception as e:
             raise _explain(subject, e) from e
+        return answer.response
 
 
 def _explain(subject: str, e: Exception) -> ClusterError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from kube.cluster import CALLS, Cluster
 from kube.errors import ClusterError
 from kube.main import main
-from tests.kubernetes.conftest import Stand
+from tests.kubernetes.conftest import ROOT, Stand
 from tests.kubernetes.documents import claim, config, reference, result
 from tests.kubernetes.kubelet import Kubelet, wait_for
 
@@ -520,12 +522,29 @@ def test_refusals_of_the_api_server_are_explained(
         error.body = body
         raise error
 
-    monkeypatch.setattr(cluster._resource, "create_resource_slice", refuse)
+    monkeypatch.setattr(cluster._client, "call_api", refuse)
     with pytest.raises(ClusterError) as caught:
         cluster.create_slice({"metadata": {"name": "n"}}, dry_run=True)
     assert caught.value.http == status
     for one in words:
         assert one in str(caught.value)
+
+
+LOADED = """
+import sys
+from kube.cluster import Cluster
+Cluster(sys.argv[1]).slice("node-1")
+print([m for m in sys.modules if m.startswith(("kubernetes.client.api.", "kubernetes.client.models."))])
+"""
+
+
+def test_the_clients_classes_of_api_groups_are_not_loaded(stand: Stand) -> None:
+    """They cost two seconds of processor time, and run through pydantic's Rust code, which aborts the
+    process if the interpreter ends while another thread is in a call.
+    """
+    command = [sys.executable, "-c", LOADED, str(stand.api.kubeconfig)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
 
 
 def test_a_startup_error_is_one_line(

@@ -150,7 +150,11 @@ MEASURING = "tests/container"
 run at the same time.
 """
 
-FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime", "test_setup_")
+FREE = (
+    *("test_crio", "test_crun_line", "test_engines", "test_forkserver", "test_fronts", "test_gc"),
+    *("test_gvisor", "test_hook_", "test_images", "test_mirror_disk", "test_rootless"),
+    *("test_runtime", "test_setup_"),
+)
 """Prefixes of the modules of tests/container that any worker may run. Each of these modules has its
 own governor, directory and containers, checks only those, and does not measure GPU time.
 """
@@ -175,7 +179,7 @@ def scope_of(nodeid: str) -> str:
 
 def waits(scope: str) -> bool:
     """Return whether the tests of a scope take the same time on a busy machine, because they wait
-    for periodic work or stop after a given time.
+    for periodic work or stop after a given time. The third worker begins with these.
     """
     return scope.startswith(
         (
@@ -191,8 +195,8 @@ def waits(scope: str) -> bool:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give all measuring tests to one worker, and then one module at a time to each worker.
 
-    A third worker runs only the tests that mostly wait: in `make test`, that leaves the processors
-    to the tests that measure.
+    The third worker begins with the tests that mostly wait. The tests that measure take the longest
+    in `make test`, and by their end the others have left them the processors.
     """
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
@@ -202,14 +206,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return scope_of(nodeid)
 
         def _left_for(self, node: WorkerController) -> list[str]:
-            waiting = [scope for scope in self.workqueue if waits(scope)]
-            if self.nodes[2:3] == [node]:
-                return waiting
             # The measuring tests take the longest, although other scopes have more tests; then come
             # the mutants.
             first = [MEASURING] if MEASURING in self.workqueue else []
-            others = [scope for scope in self.workqueue if not waits(scope)]
+            waiting = [scope for scope in self.workqueue if waits(scope)]
+            others = [s for s in self.workqueue if s != MEASURING and not waits(s)]
             others.sort(key=lambda scope: not scope.startswith(MUTANTS))
+            if self.nodes[2:3] == [node]:
+                return [*waiting, *others, *first]
             return [*first, *others, *waiting]
 
         def _assign_work_unit(self, node: WorkerController) -> None:
@@ -226,11 +230,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return super().remove_node(node)
 
         def _reschedule(self, node: WorkerController) -> None:
-            if node not in self.registered_collections:
-                return  # the worker replaces one that crashed, and is still collecting tests
-            if self.workqueue and not self._left_for(node):
-                node.shutdown()  # after the tests that it already has
-            else:
+            # A worker that replaces one that crashed is still collecting tests.
+            if node in self.registered_collections:
                 super()._reschedule(node)
 
     return ByTier(config, log)

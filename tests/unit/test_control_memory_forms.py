@@ -570,6 +570,7 @@ def n_open():
 def test_exports_of_a_program_without_proc_leak_no_descriptors(agent) -> None:
     agent.run(EXPORTS + OPEN)
     agent.run("handle = create(); fd = exported(handle); release(handle); os.close(fd)")
+    until_charged(agent, 0)  # without /proc, its end would not be noticed
     before = agent.number("n_open()")
     agent.run("os.mkdir('/run/empty'); os.chroot('/run/empty')")
     for _ in range(3):

@@ -488,13 +488,13 @@ def test_orphaned_claims_are_taken_back_at_the_start(stand: Stand) -> None:
 
 @pytest.mark.parametrize("text", ["{[", "hello", "- a", "apiVersion: v1\n", "clusters: 3\n"])
 def test_an_invalid_kubeconfig_is_reported_in_one_line(
-    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("governor.logs.configure", lambda: None)
     path = tmp_path / "kubeconfig"
     path.write_text(text)
     assert main(["--node-name", "n", "--kubeconfig", str(path)]) == 75
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"tidegate-dra: no access to the API server through {path}: ")
 
 
@@ -548,7 +548,7 @@ def test_the_clients_classes_of_api_groups_are_not_loaded(stand: Stand) -> None:
 
 
 def test_a_startup_error_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
     # Without this, main() would configure the logs of this process.
@@ -574,7 +574,7 @@ def test_a_startup_error_is_one_line(
         ((), 78, "no node is named; add --node-name, or set NODE_NAME"),
     ):
         assert main(list(arguments)) == status
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = capfd.readouterr().err.splitlines()
         assert line.startswith("tidegate-dra: ")
         assert words in line
 

@@ -416,10 +416,10 @@ def test_claims_of_the_cluster_are_left_alone(node) -> None:
     assert (directory / "cdi" / "tidegate.gpu-claim_c0ffee.json").exists()
 
 
-def test_a_second_plugin_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_plugin_does_not_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with _exclusive_lock(tmp_path):
         assert main(["--kubelet-dir", str(tmp_path)]) == 73
-    assert "not both" in capsys.readouterr().err
+    assert "not both" in capfd.readouterr().err
 
 
 # Units

@@ -198,7 +198,7 @@ def test_pods_of_a_claim_that_could_not_be_read_are_searched_for(api: Api, resyn
 
 
 def test_a_missing_permission_is_logged_once_and_ends_the_attempts(
-    api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
+    api: Api, resync: Resync, capfd: pytest.CaptureFixture[str]
 ) -> None:
     api.failures = [ClusterError("forbidden", hint="-", http=403)]
     resync.refused("ns", [{"name": "a", "uid": "u"}, {"name": "b", "uid": "v"}])
@@ -207,11 +207,11 @@ def test_a_missing_permission_is_logged_once_and_ends_the_attempts(
     resync.registered()
     wait_for(lambda: not resync._searches and not resync._pods, "nothing is left")
     assert (api.written, api.asked) == ([], 0)
-    assert capsys.readouterr().out.count("pods-not-asked-again") == 1
+    assert capfd.readouterr().out.count("pods-not-asked-again") == 1
 
 
 def test_another_pod_of_the_same_name_is_not_annotated(
-    stand: Stand, api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
+    stand: Stand, api: Api, resync: Resync, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from kube.cluster import Cluster
 
@@ -225,7 +225,7 @@ def test_another_pod_of_the_same_name_is_not_annotated(
     wait_for(lambda: not api.failures, "refused")
     cluster.annotate_pod("ns", "a-pod", pod["metadata"]["uid"], ANNOTATION, "now")
     assert annotated(pod)
-    assert "not-asked-again" not in capsys.readouterr().out
+    assert "not-asked-again" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

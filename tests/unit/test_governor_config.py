@@ -380,7 +380,7 @@ def test_differences_name_inner_options_and_show_values_as_written() -> None:
 
 
 def test_check_merges_a_drop_in_with_its_main_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     main = put(tmp_path, **{
         "main": "strategies: [timeslice, mps]\n", "x.yaml": "gpus: {0: {strategy: mps}}\n"
@@ -388,33 +388,33 @@ def test_check_merges_a_drop_in_with_its_main_file(
     drop_in = tmp_path / "config.d/x.yaml"
     for file in (main, drop_in):
         assert cli.main(["check", str(file)]) == 0
-        assert capsys.readouterr().out == f"{main}, {drop_in}: accepted\n"
+        assert capfd.readouterr().out == f"{main}, {drop_in}: accepted\n"
     drop_in.write_text("gpus: {0: {strategy: none}}\n")
     assert cli.main(["check", str(main)]) == 78
-    assert capsys.readouterr().err.startswith(
+    assert capfd.readouterr().err.startswith(
         f"tidegate: {drop_in}: gpus.0.strategy: 'none' is not one"
     )
     draft = tmp_path / "config.d/x.yaml.new"
     draft.write_text("placement: pack\n")
     assert cli.main(["check", str(draft)]) == 0
-    assert capsys.readouterr().out == f"{draft}: accepted\n"
+    assert capfd.readouterr().out == f"{draft}: accepted\n"
 
 
 def test_check_accepts_a_relative_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = put(tmp_path, **{"main": "quantum_ms: 5\n", "x.yaml": "placement: pack\n"})
     monkeypatch.chdir(tmp_path / "config.d")
     for name in ("x.yaml", "./x.yaml"):
         assert cli.main(["check", name]) == 0
-        assert capsys.readouterr().out == f"{main}, {tmp_path}/config.d/x.yaml: accepted\n"
+        assert capfd.readouterr().out == f"{main}, {tmp_path}/config.d/x.yaml: accepted\n"
     monkeypatch.chdir(tmp_path)
     for name in ("config.yaml", "config.d/x.yaml"):
         assert cli.main(["check", name]) == 0
-        assert "x.yaml: accepted\n" in capsys.readouterr().out
+        assert "x.yaml: accepted\n" in capfd.readouterr().out
     for name, why in ((".", "Is a directory"), ("/", "Is a directory"), ("/none", "No such file")):
         assert cli.main(["check", name]) == 78
-        assert capsys.readouterr().err.startswith(f"tidegate: {name}: {why}")
+        assert capfd.readouterr().err.startswith(f"tidegate: {name}: {why}")
 
 
 def test_the_options_for_overbooked_memory_are_parsed() -> None:

@@ -174,7 +174,7 @@ def test_a_containers_pod_is_known_after_a_restart(
 
 @pytest.mark.parametrize("verb", [["ps"], ["inspect", "one"], ["top", "--count", "1"]])
 def test_violations_are_shown(
-    governor: GovernorThread, pidfd: int, verb: list[str], capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, verb: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with GovernorClient(governor) as client:
         assert client.ask({**ADMIT, "identity": {"name": "trainer"}}, pidfd)["ok"]
@@ -184,7 +184,7 @@ def test_violations_are_shown(
         findings.add(Episode("memory", UUID, 4711, 3584 * MIB, 2306 * MIB, began=now - 12))
         findings.frozen = True
         assert cli.main([*verb, "--runtime-dir", str(governor.directory)]) == 0
-        out = capsys.readouterr().out
+        out = capfd.readouterr().out
         assert "frozen, violation: memory" in out
         what = "3584 MiB of memory held, 2306 MiB allowed, GPU 0, process 4711"
         if verb[0] == "inspect":
@@ -197,13 +197,13 @@ def test_violations_are_shown(
             assert "40 %" not in out
         findings.episodes[-1].ended, findings.frozen = now, False
         assert cli.main(["ps", "--runtime-dir", str(governor.directory)]) == 0
-        out = capsys.readouterr().out
+        out = capfd.readouterr().out
         assert "violation" not in out
         assert out.splitlines()[1].split()[-1] == "starting"  # it was not confirmed
 
 
 def test_control_characters_do_not_reach_a_terminal(
-    governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     evil = "x\x1b]0;owned\x07\x1b[2J\n\rviolation: you: \u202e"
     with GovernorClient(governor) as client:
@@ -214,7 +214,7 @@ def test_control_characters_do_not_reach_a_terminal(
         changed = ["set", "x", "--compute-limit", "90"]
         for verb in (["ps"], ["top", "--count", "1"], ["inspect", evil], changed):
             assert cli.main([*verb, "--runtime-dir", str(governor.directory)]) == 0
-            out = capsys.readouterr().out
+            out = capfd.readouterr().out
             assert all(char.isprintable() for char in out.replace("\n", ""))
             assert out.count("\nviolation: ") == (verb[0] in ("ps", "top"))
 
@@ -259,14 +259,14 @@ def test_a_character_of_two_columns_wraps_no_line() -> None:
 
 
 def test_control_characters_in_an_error_do_not_reach_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The file to be checked may come from an untrusted source."""
     evil = tmp_path / "evil.yaml"
     for text in ('"\\e]0;owned\\a\\e[2J\\u202e": 1\n', '"\\e[2J": 1\n"\\e[2J": 2\n'):
         evil.write_text(text)
         assert cli.main(["check", str(evil)]) == 78
-        said = capsys.readouterr().err
+        said = capfd.readouterr().err
         assert "?[2J" in said
         assert all(char.isprintable() for char in said.removesuffix("\n"))
 
@@ -275,7 +275,7 @@ def test_an_invalid_file_does_not_stop_the_listing(
     node: GovernorNode,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The governor keeps its old configuration, and an operator who repairs the file must still be
     able to list containers.
@@ -284,7 +284,7 @@ def test_an_invalid_file_does_not_stop_the_listing(
     bad.write_text("placemnt: pack\n")
     monkeypatch.setattr("governor.config.PATH", bad)
     assert cli.main(["ps", "--runtime-dir", node.config.runtime_dir]) == 0
-    assert "ml/train-0" in capsys.readouterr().out
+    assert "ml/train-0" in capfd.readouterr().out
     assert cli.main(["ps", "--config", str(bad)]) == 78
     assert cli.main(["ps"]) in (0, 75)
 
@@ -637,12 +637,12 @@ def test_top_as_json_prints_one_document_per_line(node: GovernorNode) -> None:
     ],
 )
 def test_top_refuses_an_invalid_interval_or_count(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["top", *arguments])
     assert caught.value.code == 2
-    assert "is no" in capsys.readouterr().err
+    assert "is no" in capfd.readouterr().err
 
 
 def hear_all() -> None:
@@ -758,7 +758,7 @@ def test_top_prints_plain_lines_in_a_dumb_terminal(node: GovernorNode) -> None:
 
 
 def test_violations_are_shown_on_a_small_screen(
-    node: GovernorNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: GovernorNode, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that do not fit are omitted from the end of the table.
 
@@ -778,6 +778,6 @@ def test_violations_are_shown_on_a_small_screen(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "12")
     top._draw(cast("Listing", FullRunner()), 1.0)
-    lines = capsys.readouterr().out.split("\r\n")
+    lines = capfd.readouterr().out.split("\r\n")
     assert len(lines) == 12
     assert lines[-1].startswith("\x1b[7mviolation: ")

@@ -676,7 +676,7 @@ def test_a_port_of_this_machine(tmp_path: Path, family: socket.AddressFamily) ->
 
 
 def test_a_port_that_is_free_again_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("governor.httpd.AGAIN_S", 0.01)
 
@@ -703,7 +703,7 @@ def test_a_port_that_is_free_again_is_served(
         port = taken.getsockname()[1]
         config = Config(runtime_dir=str(tmp_path), metrics=Metrics(f"127.0.0.1:{port}"))
         asyncio.run(scene(config, taken, port))
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert said.count("endpoint-not-served") == 1
     assert f"metrics cannot be served at 127.0.0.1:{port}: Address already in use" in said
 

@@ -37,19 +37,19 @@ def test_a_mistyped_option_is_reported_in_one_line(
     run: Callable[[list[str]], int],
     arguments: list[str],
     line: str,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as end:
         run(arguments)
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"{line}\n"
+    assert capfd.readouterr().err == f"{line}\n"
 
 
 def test_an_unknown_verb_is_reported_in_one_line_with_the_known_verbs(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main(["sett"])
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = capfd.readouterr().err.splitlines()
     assert "'sett'" in line
     assert all(verb in line for verb in cli.VERBS)

@@ -770,11 +770,11 @@ def test_the_quota_of_an_unknown_container_cannot_be_changed(governor: GovernorT
 
 
 def test_the_command_names_a_container_by_a_prefix_of_its_id(
-    governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def tidegate(*arguments: str) -> tuple[int, str]:
         status = cli.main(["set", *arguments, "--runtime-dir", str(governor.directory)])
-        told = capsys.readouterr()
+        told = capfd.readouterr()
         # The governor in this process logs to the same stream.
         return status, (told.err or told.out).splitlines()[-1]
 

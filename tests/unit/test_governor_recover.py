@@ -576,7 +576,7 @@ def everybodys(page: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove, cut, blank, other_gpu, fifo, link, everybodys])
-def test_a_damaged_grant_page_is_logged_and_replaced(play, capsys, damage) -> None:
+def test_a_damaged_grant_page_is_logged_and_replaced(play, capfd, damage) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
@@ -590,7 +590,7 @@ def test_a_damaged_grant_page_is_logged_and_replaced(play, capsys, damage) -> No
         page = open_grant(again.directory / "grant")
         assert pages.read(page, layout.grant_device(0), "grant_device", "memory_limit") == 4 * GIB
         page.close()
-        assert "grant-damaged" in capsys.readouterr().out
+        assert "grant-damaged" in capfd.readouterr().out
 
     play(scene)
 
@@ -602,7 +602,7 @@ def open_kinds() -> list[str]:
     return sorted(kind for link in links for kind in ("pidfd", "memfd") if kind in link)
 
 
-def test_a_missing_gpu_affects_only_its_own_container(play, capsys) -> None:
+def test_a_missing_gpu_affects_only_its_own_container(play, capfd) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.child(container).ask("register")
@@ -612,7 +612,7 @@ def test_a_missing_gpu_affects_only_its_own_container(play, capsys) -> None:
         await world.start()
         assert world.server.containers == {}
         assert open_kinds() == before
-        assert "container-not-adopted" in capsys.readouterr().out
+        assert "container-not-adopted" in capfd.readouterr().out
         assert container.directory.exists()
         await world.stop()
         world.devices = [DEVICE]
@@ -622,7 +622,7 @@ def test_a_missing_gpu_affects_only_its_own_container(play, capsys) -> None:
     play(scene)
 
 
-def test_a_container_whose_search_fails_leaves_no_descriptors(play, capsys, monkeypatch) -> None:
+def test_a_container_whose_search_fails_leaves_no_descriptors(play, capfd, monkeypatch) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.child(container).ask("register")
@@ -636,7 +636,7 @@ def test_a_container_whose_search_fails_leaves_no_descriptors(play, capsys, monk
             patch.setattr(recover, "find_ledger", fail)
             await world.start()
         assert world.server.containers == {}
-        assert "container-not-adopted" in capsys.readouterr().out
+        assert "container-not-adopted" in capfd.readouterr().out
         assert open_kinds() == before
 
     play(scene)

@@ -212,7 +212,7 @@ def spoil(node: GovernorNode, how: str) -> None:
 
 @pytest.mark.parametrize("way", ["reload", "SIGHUP"])
 def test_an_invalid_file_changes_nothing_and_is_reported(
-    node: GovernorNode, way: str, capsys: pytest.CaptureFixture[str]
+    node: GovernorNode, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert node.process is not None
     directory = node.container()
@@ -228,13 +228,13 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
         if way == "reload":
             runtime = ["--runtime-dir", node.config.runtime_dir]
             assert cli.main(["reload", *runtime]) == 78, kind
-            out, error = capsys.readouterr()
+            out, error = capfd.readouterr()
             assert out == ""
             assert error.startswith(f"tidegate: {node_file}: "), error
             assert ": the governor keeps its current configuration; " in error
             assert error.count("\n") == 1
             assert cli.main(["reload", "--dry-run", *runtime]) == 78
-            assert capsys.readouterr().err.startswith(f"tidegate: {node_file}: ")
+            assert capfd.readouterr().err.startswith(f"tidegate: {node_file}: ")
         else:
             node.process.send_signal(signal.SIGHUP)
         refused = wait_for(
@@ -262,10 +262,10 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
     assert setting(directory, "holds") == 1
     # The event is in the list of failures.
     assert cli.main(["events", "--log", str(node.log)]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = capfd.readouterr().out.splitlines()
     assert sum(" configuration-refused: config: " in line for line in shown) == len(kinds)
     assert cli.main(["events", "--all", "--json", "--log", str(node.log)]) == 0
-    for printed in capsys.readouterr().out.splitlines():
+    for printed in capfd.readouterr().out.splitlines():
         check("events", json.loads(printed))
     # A repaired configuration is put in force.
     node.write(on_violation="throttle")
@@ -374,14 +374,14 @@ def test_only_options_that_need_no_restart_are_applied() -> None:
 
 
 def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_start(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Otherwise the error would appear only with the first container: no process could register."""
     with tempfile.TemporaryDirectory() as short:
         fits = f"{short}/{'d' * (64 - len(short))}"
         assert daemon.main(["--runtime-dir", f"{fits}x"]) == 75
         assert list(Path(short).iterdir()) == []
-        assert capsys.readouterr().err == (
+        assert capfd.readouterr().err == (
             f"tidegate-governor: {fits}x: the sockets of containers would have paths that are too long; "
             "choose a runtime_dir that is shorter by 1 byte\n"
         )
@@ -393,7 +393,7 @@ def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_star
 
 
 def test_a_governor_without_files_refuses_a_reload(
-    tmp_path: Path, build_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, build_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from tests.unit.test_governor_protocol import GovernorThread
 
@@ -401,7 +401,7 @@ def test_a_governor_without_files_refuses_a_reload(
     try:
         began = time.monotonic()
         assert cli.main(["reload", "--runtime-dir", str(tmp_path)]) == 65
-        assert capsys.readouterr().err == (
+        assert capfd.readouterr().err == (
             "tidegate: this governor has no configuration files to reload; start"
             " tidegate-governor, which reads them\n"
         )

@@ -289,7 +289,7 @@ def test_a_file_of_an_older_version_is_migrated(
 
 
 def test_a_row_of_an_older_version_has_no_membership(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / NAME
     state = opened(path)
@@ -303,11 +303,11 @@ def test_a_row_of_an_older_version_has_no_membership(
     state = opened(path)
     assert state.containers == {row(1).key: replace(row(1), membership=None)}
     state.close()
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
 
 
 def test_a_file_of_a_newer_version_is_set_aside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = filled(tmp_path)
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -315,7 +315,7 @@ def test_a_file_of_a_newer_version_is_set_aside(
     state = opened(path)
     assert state.containers == {}
     assert path.with_name(f"{NAME}.newer-1").exists()
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert "database-newer" in said
     assert "the file has version 99, but this governor supports 2 at most" in said
     state.put(row(1))
@@ -326,7 +326,7 @@ def test_a_file_of_a_newer_version_is_set_aside(
     newer.rename(path)  # while the governor runs
     state.retry()
     assert path.with_name(f"{NAME}.newer-1").exists()
-    assert "database-newer" in capsys.readouterr().out
+    assert "database-newer" in capfd.readouterr().out
     later = image(path, tmp_path / "later")
     assert later.containers == {row(1).key: row(1)}
     later.close()
@@ -386,7 +386,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_a_damaged_file_is_set_aside_and_logged(tmp_path, capsys, damage) -> None:
+def test_a_damaged_file_is_set_aside_and_logged(tmp_path, capfd, damage) -> None:
     path = filled(tmp_path)
     damage(path)
     before = path.read_bytes()
@@ -395,7 +395,7 @@ def test_a_damaged_file_is_set_aside_and_logged(tmp_path, capsys, damage) -> Non
     aside = path.with_name(f"{NAME}.damaged-1")
     assert aside.exists()
     assert len(aside.read_bytes()) >= len(before) or aside.read_bytes() == before
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert said.count("database-damaged") == 1
     assert str(aside) in said
     state.put(row(1))
@@ -410,13 +410,13 @@ def test_a_damaged_file_is_set_aside_and_logged(tmp_path, capsys, damage) -> Non
 
 
 def test_an_empty_file_is_used_as_a_new_database(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / NAME).touch()
     state = opened(tmp_path / NAME)
     state.put(row(1))
     state.close()
-    assert "damaged" not in capsys.readouterr().out
+    assert "damaged" not in capfd.readouterr().out
 
 
 def test_random_damage_is_never_believed(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def full(tmp_path: Path) -> Iterator[tuple[State, sqlite3.Connection]]:
     state.close()
 
 
-def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path: Path) -> None:
+def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capfd, tmp_path: Path) -> None:
     state, db = full
     with pytest.raises(StateError, match="cannot be written: database or disk is full; make room"):
         [state.put(row(number)) for number in range(1, 1000)]
@@ -473,13 +473,13 @@ def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path
     for slot in range(60):
         state.register(row(1).key, process(slot, 100 + slot))
     state.leave(row(2).key)
-    assert "database-unwritable" in capsys.readouterr().out
+    assert "database-unwritable" in capfd.readouterr().out
     for _ in range(5):
         state.retry()
-    assert "database-unwritable" not in capsys.readouterr().out  # reported once
+    assert "database-unwritable" not in capfd.readouterr().out  # reported once
     db.execute("PRAGMA max_page_count = 100000")
     state.retry()
-    assert "database-written" in capsys.readouterr().out
+    assert "database-written" in capfd.readouterr().out
     later = image(tmp_path / NAME, tmp_path / "later")
     assert (later.containers, later.processes) == (state.containers, state.processes)
     assert len(later.processes[row(0).key]) == len(later.processes[row(1).key]) == 60
@@ -487,11 +487,11 @@ def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path
 
 
 def test_an_unusable_state_directory_does_not_stop_the_governor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").write_text("in the way\n")
     state = opened(tmp_path / "state" / NAME)
-    assert "database-unwritable" in capsys.readouterr().out
+    assert "database-unwritable" in capfd.readouterr().out
     with pytest.raises(StateError, match="cannot be written"):
         state.put(row(1))
     state.note(row(2))
@@ -639,7 +639,7 @@ def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> N
 
 
 def test_a_file_that_is_damaged_while_it_is_open_is_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     state = opened(tmp_path / NAME)
     state.put(row(1))
@@ -648,7 +648,7 @@ def test_a_file_that_is_damaged_while_it_is_open_is_replaced(
     with pytest.raises(StateError):
         state.put(row(2))
     state.register(row(1).key, process(1, 5))  # the next write makes a new file
-    assert "database-damaged" in capsys.readouterr().out
+    assert "database-damaged" in capfd.readouterr().out
     assert (tmp_path / f"{NAME}.damaged-1").exists()
     later = image(tmp_path / NAME, tmp_path / "later")
     assert later.containers == {row(1).key: row(1)}

@@ -78,7 +78,7 @@ def alive() -> Iterator[dict[int, int]]:
 
 
 def test_all_processes_are_locked_before_the_first_is_checkpointed(
-    alive: dict[int, int], capsys: pytest.CaptureFixture[str]
+    alive: dict[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = alive
     driver = PlayedDriver(dict.fromkeys(alive, RUNNING))
@@ -90,24 +90,24 @@ def test_all_processes_are_locked_before_the_first_is_checkpointed(
     driver.calls.clear()
     work.resume()
     assert driver.calls == [f"{call} {pid}" for call in ("restore", "unlock") for pid in (one, two)]
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert said == [{"pid": pid} for pid in (one, two, one, two)]
 
 
 @pytest.mark.parametrize("name", ["lock", "checkpoint"])
 def test_if_a_process_cannot_be_suspended_all_run_again(
-    alive: dict[int, int], name: str, capsys: pytest.CaptureFixture[str]
+    alive: dict[int, int], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _, two, _ = alive
     driver = PlayedDriver(dict.fromkeys(alive, RUNNING), {name: {two}})
     with pytest.raises(CheckpointError, match=f"process {two}: {name} failed"):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
     assert set(driver.states.values()) == {RUNNING}
-    assert '{"undone": true}' in capsys.readouterr().out
+    assert '{"undone": true}' in capfd.readouterr().out
 
 
 def test_if_a_process_cannot_be_resumed_either_both_errors_are_reported(
-    alive: dict[int, int], capsys: pytest.CaptureFixture[str]
+    alive: dict[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = alive
     failing = {"checkpoint": {two}, "restore": {one}}
@@ -116,7 +116,7 @@ def test_if_a_process_cannot_be_resumed_either_both_errors_are_reported(
         CheckpointError, match=f"{two}: checkpoint failed; then process {one}: rest"
     ):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
-    assert "undone" not in capsys.readouterr().out
+    assert "undone" not in capfd.readouterr().out
 
 
 def test_resume_continues_from_any_state(alive: dict[int, int]) -> None:
@@ -130,7 +130,7 @@ def test_resume_continues_from_any_state(alive: dict[int, int]) -> None:
 
 
 def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
-    alive: dict[int, int], capsys: pytest.CaptureFixture[str]
+    alive: dict[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = alive
     driver = PlayedDriver({two: RUNNING})
@@ -140,12 +140,12 @@ def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
     with pytest.raises(CheckpointError, match=f"process {one}: it failed permanently"):
         Checkpointing(driver, alive).resume()  # type: ignore[arg-type]
     assert driver.states[two] == RUNNING  # although the other one has failed
-    capsys.readouterr()
+    capfd.readouterr()
     driver.calls.clear()
     with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt failed"):
         Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
     assert driver.calls == []
-    assert '{"undone": true}' in capsys.readouterr().out  # so the container runs on
+    assert '{"undone": true}' in capfd.readouterr().out  # so the container runs on
 
 
 def run_work(*arguments: str) -> list[dict[str, Any]]:

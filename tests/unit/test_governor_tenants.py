@@ -185,11 +185,8 @@ while True:
 
 @pytest.mark.parametrize("says", ["", "r", "a"])
 def test_a_process_that_connects_in_a_loop_does_not_affect_others(
-    # The capture is set up first, and so ends last: the governor's thread still writes lines while
-    # it stops, and a file that another thread closes during a write corrupts the interpreter's
-    # memory.
-    capfd: pytest.CaptureFixture[str], governor: GovernorThread, path: str, says: str
-) -> None:  # fmt: skip
+    governor: GovernorThread, path: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     begun = time.monotonic()
     flood = [subprocess.Popen([sys.executable, "-c", FLOOD, path, says]) for _ in range(4)]
     try:

@@ -367,14 +367,14 @@ def test_the_number_of_gpus_that_are_tested_at_once_is_limited(node: Openings) -
 
 
 def test_what_keeps_a_gpu_from_being_steered_is_logged_once(
-    node: Openings, capsys: pytest.CaptureFixture[str]
+    node: Openings, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node.opens = OSError("no steering service answers")
     opener = Opener(node.maker("auto"), DEVICE)
     for _ in range(3):
         with pytest.raises(OSError, match="no steering service answers"):
             opener.open(node.ending)
-    assert capsys.readouterr().out.count("no steering service answers") == 1
+    assert capfd.readouterr().out.count("no steering service answers") == 1
     assert node.probed == 0
 
 

@@ -384,7 +384,7 @@ class Account:
         busy = {
             process: charge.busy_ns
             for process, charge in charges.items()
-            # A process without a context has no part of the time that the trace shows.
+            # A process that has never worked has no part of the time that the trace shows.
             if charge.contexts or charge.busy_ns or not is_traced
         }
         total, parts = self._meters[device].update(

@@ -310,7 +310,9 @@ class Meter(Generic[Key]):
         new = {
             key: min(max(0, value - reported.get(key, 0)), passed) for key, value in busy.items()
         }
-        self._looks.append((now_ns, new, min(max(0, held_ns - held_before), passed)))
+        # The trace is read once per step, so what is read at once may be of a longer time.
+        held_since = max(0, held_ns - held_before)
+        self._looks.append((now_ns, new, held_since if is_traced else min(held_since, passed)))
         self._before = (now_ns, dict(busy), held_ns)
         while len(self._looks) > 1 and self._looks[1][0] <= now_ns - WINDOW_NS:
             self._looks.popleft()
@@ -322,9 +324,13 @@ class Meter(Generic[Key]):
         if window <= 0:
             return 0.0, dict.fromkeys(busy, 0.0)
         looks = list(self._looks)[1:]
-        parts = {key: 100.0 * sum(new.get(key, 0) for _, new, _ in looks) / window for key in busy}
         held = 100.0 * min(1.0, sum(held for _, _, held in looks) / window)
-        return (_divide if is_traced else _at_most)(held, parts)
+        keys = {*busy}
+        if is_traced:  # what a process used that has ended is not divided among the others
+            keys |= {key for _, new, _ in looks for key, value in new.items() if value}
+        parts = {key: 100.0 * sum(new.get(key, 0) for _, new, _ in looks) / window for key in keys}
+        total, parts = (_divide if is_traced else _at_most)(held, parts)
+        return total, {key: parts[key] for key in busy}
 
 
 def _at_most(most: float, parts: dict[Key, float]) -> tuple[float, dict[Key, float]]:

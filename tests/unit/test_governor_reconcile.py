@@ -51,6 +51,7 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 MIB = 1 << 20
 GIB = 1 << 30
 S = 1_000_000_000
+MS = 1_000_000
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 PATIENCE_S = 10.0
 
@@ -1076,6 +1077,32 @@ def test_on_a_steered_gpu_reports_only_divide_the_traced_time(
         busy = {"a": i * tenth * reported[0] // 10, "b": i * tenth * reported[1] // 10}
         use = meter.update(i * tenth, busy, i * tenth * 4 // 10, None, is_traced=True)
     assert use == (pytest.approx(40), pytest.approx(parts))
+
+
+@pytest.mark.parametrize(("every_ms", "used"), [(250, 100), (250, 90), (20, 50)])
+def test_on_a_steered_gpu_the_trace_is_read_in_steps_of_any_length(
+    every_ms: int, used: int
+) -> None:
+    """The time of a step of 100 ms may arrive in one reading, and none in the next ones."""
+    meter: Meter[str] = Meter()
+    shown = []
+    for ms in range(0, 5001, every_ms):
+        total, _ = meter.update(ms * MS, {}, ms // 100 * used * MS, None, is_traced=True)
+        shown.append(total)
+    assert all(used - 10 <= total <= min(100, used + 10) for total in shown[2000 // every_ms :])
+
+
+def test_on_a_steered_gpu_the_time_of_a_process_that_has_ended_is_not_the_others() -> None:
+    meter: Meter[str] = Meter()
+    tenth = S // 10
+    for i in range(11):
+        busy = {"a": i * tenth * 8 // 10, "b": i * tenth // 100}
+        meter.update(i * tenth, busy, i * tenth * 81 // 100, None, is_traced=True)
+    total, parts = meter.update(
+        11 * tenth, {"b": 11 * tenth // 100}, 11 * tenth * 81 // 100, None, is_traced=True
+    )
+    assert total == pytest.approx(81)
+    assert parts == {"b": pytest.approx(1, rel=0.2)}
 
 
 def test_on_a_steered_gpu_a_container_without_registered_processes_has_used_its_traced_time() -> (

@@ -104,19 +104,23 @@ class _SteeredContainers:
 
     def __init__(self) -> None:
         self.shares: dict[int, Share] = {}
+        self.adopted: set[int] = set()  # their channels may have any slice
         self.gangs: dict[int, int] = {}
         self.processes: set[tuple[int, int]] = set()
+        self._is_told = False
 
     def remove(self, number: int) -> None:
         """Forget a container and its processes."""
         del self.shares[number]
+        self.adopted.discard(number)
         self.gangs.pop(number, None)
         self.processes = {one for one in self.processes if one[0] != number}
 
     def tell(self, steering: Steering[Any]) -> None:
         """Add all containers and their processes to a new Steering."""
         for number, share in self.shares.items():
-            steering.add(number, share, is_adopted=True)
+            steering.add(number, share, is_adopted=self._is_told or number in self.adopted)
+        self._is_told = True
         for number, gang in self.gangs.items():
             steering.join(number, gang)
         for number, pid in self.processes:
@@ -221,6 +225,8 @@ class HardwareRunner(Runner):
     def _share(self, number: int, share: Share, *, is_adopted: bool = False) -> None:
         with self._lock:
             self._known.shares[number] = share
+            if is_adopted:
+                self._known.adopted.add(number)
             self._run_on_thread(lambda steering: steering.add(number, share, is_adopted=is_adopted))
 
     def join(self, tenant: int, gang: int) -> None:

@@ -127,11 +127,11 @@ def nothing(_off):
 
 
 class StubContainer:
-    def __init__(self, runner, share, limit):
+    def __init__(self, runner, share, limit, **more):
         self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
         self.runner = runner
         self.tenant = runner.add(
-            WHOLE * share // 100, WHOLE * limit // 100, self.grant, 0, self.ledger
+            WHOLE * share // 100, WHOLE * limit // 100, self.grant, 0, self.ledger, **more
         )
 
     def read(self, field):
@@ -463,6 +463,23 @@ def test_after_a_failure_the_slices_of_known_containers_are_not_taken_for_the_de
     may_open.set()
     wait_for(lambda: runner.is_steered)
     assert added == [False, True]
+
+
+def test_containers_that_were_added_before_the_first_opening_have_the_default_slice(
+    build_dir, gpu, monkeypatch
+):
+    added = []
+    add = Steering.add
+    monkeypatch.setattr(Steering, "add", lambda *a, is_adopted: added.append(is_adopted) or add(*a))
+    opening = Opening(gpu)
+    runner = make_runner(build_dir, opening)
+    try:
+        StubContainer(runner, 10, 10)
+        StubContainer(runner, 10, 10, is_adopted=True)
+        opening.may_end.set()
+        wait_for(lambda: added == [False, True])
+    finally:
+        runner.close()
 
 
 def test_a_second_failure_is_tried_again_as_well(tried, gpu):

@@ -111,8 +111,8 @@ periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
 CROWD = 16
-"""With at least this number, slices are in proportion to the default slice that containers have
-until they are found, so that caps hold without switching. Of a few, each is found soon."""
+"""With at least this number of busy containers, slices are in proportion to the default slice that
+containers have until they are found: caps hold without switching. Of a few, each is found soon."""
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
@@ -512,7 +512,8 @@ class Policy:
         # Rounds divide the period evenly, so that each container has the same time in each period.
         length = length // rounds - (0 if is_room else n * TURN_COST)
         new = [weights[i] for i in busy if tenants[i].is_new and tenants[i].had]
-        most = DEFAULT_SLICE * len(new) / sum(new) if n >= CROWD and any(new) else NEVER
+        is_crowd = len(busy) >= CROWD
+        most = DEFAULT_SLICE * len(new) / sum(new) if is_crowd and any(new) else NEVER
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy

@@ -937,10 +937,11 @@ def test_found_containers_keep_to_caps_of_different_size_while_others_are_not_fo
         assert all(second[i] <= 100 * caps[i] + 1 for i in range(n_found))
 
 
-def slices_beside_unfound(n, steps, groups_of_first, **more):
+def slices_beside_unfound(n, steps, groups_of_first, *, groups=1, **more):
     """Return the slice of the last of `n` equal containers after each step.
 
     `groups_of_first` are the groups that were found of the first one: {} if no search has ended.
+    The others have `groups` each.
     """
     policy = Policy(0)
     for i in range(n):
@@ -948,8 +949,8 @@ def slices_beside_unfound(n, steps, groups_of_first, **more):
     slices = []
     for i in range(1, steps + 1):
         used = dict.fromkeys(range(n), PERIOD // n)
-        groups = {**groups_of_first, **dict.fromkeys(range(1, n), 1)}
-        settings, _ = policy.step(PERIOD * i, used, groups)
+        found = {**groups_of_first, **dict.fromkeys(range(1, n), groups)}
+        settings, _ = policy.step(PERIOD * i, used, found)
         slices.append(settings[n - 1].slice_ns)
     return slices
 
@@ -958,6 +959,7 @@ def test_only_among_many_containers_slices_are_in_proportion_to_those_that_are_n
     """Of a few containers each is found soon; until then it may have many groups."""
     assert slices_beside_unfound(CROWD, 3, {}) == [2 * MS] * 3
     assert min(slices_beside_unfound(CROWD - 1, 3, {})) > 5 * MS
+    assert min(slices_beside_unfound(CROWD // 2, 3, {}, groups=4)) > 5 * MS
 
 
 def test_slices_of_adopted_containers_may_not_be_the_default_one():

@@ -52,6 +52,8 @@ settings.load_profile("fixed")
 
 # runc is in /usr/sbin, which is not on every user's PATH.
 os.environ["PATH"] += ":/usr/sbin:/sbin"
+# If a test forks in a process in which another one has used gRPC, gRPC's handlers abort the child.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def examples(number: int) -> int:

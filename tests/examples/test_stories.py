@@ -32,7 +32,13 @@ def play(run: Path, build_dir: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("story", STORIES)
+SLOW = {"many-models"}
+"""Stories that take a minute of processor time; they run in `make test-full`."""
+
+
+@pytest.mark.parametrize(
+    "story", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in STORIES]
+)
 def test_a_story_has_the_stated_results(require, build_dir, story):
     require("runc")
     for _ in range(TIMES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from governor.residency import (
@@ -19,6 +19,7 @@ from governor.residency import (
     decide,
     excess,
 )
+from tests.conftest import examples
 
 GIB = 1 << 30
 S = 1_000_000_000
@@ -261,6 +262,7 @@ def test_two_containers_that_always_work_take_turns_and_lose_little(cost_ns: int
     st.integers(40, 80),
     st.sampled_from([0, GIB // 2, GIB]),
 )
+@settings(max_examples=examples(30))
 def test_every_container_that_waits_comes_and_the_gpu_is_never_overfull(
     wanted: list[tuple[int, bool]], capacity: int, kept: int
 ) -> None:

@@ -1,5 +1,5 @@
 /*
- * Measures what calls of the driver API cost the caller, with any libcuda.so.1
+ * Measures what calls to the driver API cost the caller, with any libcuda.so.1
  *
  *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F] [--against LIBRARY]
  *

@@ -1,8 +1,8 @@
 """Takes screenshots of the governor's web page after a demo of 15 minutes.
 
-`python -m bench.page` runs containers on two simulated GPUs: one that trains, next to one with a
-load that comes in bursts, a notebook for a while, one that allocates more than its memory, one that
-is refused, one that bypasses its quota, and one that is alone on the second GPU. It writes
+`python -m bench.page` runs containers on two simulated GPUs: a training next to a container with a
+load that comes in bursts, a notebook for a while, one that allocates more than its memory quota,
+one that is refused, one that bypasses its quota, and one that is alone on the second GPU. It writes
 docs/figures/page.png and page-narrow.png: wide and light, narrow and dark.
 """
 

@@ -165,7 +165,7 @@ def add_mirror(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None
         )
         page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
         rows = (
-            ("files that readelf reads the same", f"{found['files']} of {found['files']}"),
+            ("files that readelf reads in the same way", f"{found['files']} of {found['files']}"),
             ("names in the mirror", f"{found['names']}, {size(found['bytes'])} ({how})"),
             ("first refresh", f"{found['first_s']:.2f} s"),
             ("a refresh without changes", f"{found['again_s'] * 1000:.0f} ms"),
@@ -268,8 +268,8 @@ def add_memory(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None
             )
         )
     head = (
-        "GPU", "quota", "allocations", "refused", "killed", "most used, beyond the quota",
-        "filled to", "a dead process's memory is back after",
+        "GPU", "quota", "allocations", "refused", "killed", "peak use above the quota",
+        "filled to", "memory of a dead process is free after",
     )  # fmt: skip
     page.table(head, rows, "lrrrrrrr")
     for result in results.values():
@@ -371,7 +371,7 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
     page.add(LATENCY)
     for stem, result in results.items():
         title = f"### {stem}"
-        for key, relation in (("service", "requests of"), ("job", "beside")):
+        for key, relation in (("service", "requests to"), ("job", "beside")):
             name = result["configuration"].get(key, "burner")
             title += "" if name.startswith("burner") else f", {relation} {name}"
         page.add(title)
@@ -394,7 +394,7 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
             for arm, one in arms
         ]
         head = (
-            *("a request every", "jobs", "arm", "mean, ms (times alone)", "p99, ms (times alone)"),
+            *("a request every", "jobs", "arm", "mean, ms (x alone)", "p99, ms (x alone)"),
             *("each job, %", "together"),
         )
         page.table(head, rows, "rrlrrrr")

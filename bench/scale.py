@@ -296,7 +296,7 @@ def cluster_tables(runs: list[dict[str, Any]]) -> str:
     """Return the tables of the simulated cluster."""
     by_load = [one for one in runs if one["scenario"]["sharing"] is None]
     lines = [
-        "| requested | | runs | taken | mean wait | 90 % wait no longer than | 99 % | still wait |",
+        "| requested | | running | taken | mean wait | 90 % wait at most | 99 % | still waiting |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for load in LOADS:
@@ -314,7 +314,7 @@ def cluster_tables(runs: list[dict[str, Any]]) -> str:
 def mix_table(runs: list[dict[str, Any]]) -> str:
     """Return the table by the fraction of the demand that shares GPUs."""
     lines = [
-        "| requested as shares | whole GPUs: runs | mean wait | shares, packed: runs | mean wait |",
+        "| requested as shares | whole GPUs: running | mean wait | packed: running | mean wait |",
         "| --- | --- | --- | --- | --- |",
     ]
     for part in (None, *SHARING):
@@ -343,7 +343,7 @@ def span(seconds: float) -> str:
 def request_table(found: list[dict[str, Any]]) -> str:
     """Return the table of the counted requests."""
     lines = [
-        "| nodes | writes a node | writes a claim | reads a claim | bytes | events | bytes |",
+        "| nodes | writes per node | writes per claim | reads per claim | bytes | events | bytes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in found:
@@ -387,7 +387,7 @@ def figure(runs: list[dict[str, Any]], key: str, words: dict[str, str], unit: fl
 
 
 def document() -> dict[Path, str]:
-    """Return the page and its figures, by path; raise ValueError if the page lacks a mark."""
+    """Return the page and its figures, by path; raise ValueError if the page lacks a marker."""
     runs, found = load(SIMULATED), load(COUNTED)
     page = PAGE.read_text()
     for name, table in (
@@ -402,15 +402,16 @@ def document() -> dict[Path, str]:
             raise ValueError(f"{PAGE} lacks {begin.strip()} or, after it, {end}")
         page = f"{before}{begin}{table}\n{end}{after}"
     running = {
-        "title": "GPU time that pods ran with",
+        "title": "GPU time of running pods",
         "y": "% of all GPUs",
         "low": "60",
-        "description": "By load and by way of allocation: whole GPUs level off first.",
+        "description": "By load and by method of allocation: whole GPUs level off first.",
     }
     waiting = {
         "title": "How long a pod waits for its GPU",
         "y": "minutes, mean",
-        "description": "By load and by way of allocation: with whole GPUs pods wait from 90 % on.",
+        "description": "By load and by method of allocation: with whole GPUs, pods wait from a load"
+        " of 90 %.",
     }
     return {
         PAGE: page,
@@ -423,7 +424,9 @@ def main() -> int:
     """Run the simulation, count the requests, or write the documents."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("run", "requests", "docs"))
-    parser.add_argument("--check", action="store_true", help="only fail if a document is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that documents are current"
+    )
     args = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.action == "docs":

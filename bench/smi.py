@@ -26,7 +26,7 @@ LOOK_S = 9
 
 GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
 # Runs nvidia-smi from the burner's first work until shortly before its end; the last output counts.
-# (Calls of nvidia-smi delay the creation of a context.) Plain `nvidia-smi` must work as well,
+# (Running nvidia-smi delays the creation of a context.) Plain `nvidia-smi` must work as well,
 # because its table and the queries come from different calls.
 SCRIPT = f"""
 /usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
@@ -101,7 +101,9 @@ def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
     if last.total_mib != QUOTA_MIB:
         wrong.append(f"memory.total is {last.total_mib} MiB, not {QUOTA_MIB}")
     if abs(last.used_mib + last.free_mib - last.total_mib) > 1:
-        wrong.append(f"{last.used_mib} MiB used and {last.free_mib} MiB free are not the total")
+        wrong.append(
+            f"{last.used_mib} MiB used and {last.free_mib} MiB free do not add up to the total"
+        )
     if list(last.processes) != [last.burner]:
         wrong.append(f"processes {list(last.processes)}, not the burner ({last.burner}) alone")
     # nvidia-smi rounds both numbers.

@@ -3,8 +3,8 @@
 One container holds memory with known contents and computes on a part of it continuously
 (examples/workloads/programs/holder.py). It is repeatedly suspended for a second and resumed; before
 every third resume, the governor is killed and another one is started. The other container runs
-kernels all the time and may be lent the whole GPU. Before both of them start, holder.py alone is
-suspended without Tidegate, by the driver's calls.
+kernels all the time and may be lent the whole GPU. Before either of them starts, holder.py is
+suspended alone and without Tidegate, through the driver API.
 
 The run fails if the contents differ at the end, if the program completes an iteration while it is
 suspended, or if the GPU's used memory falls by less than the memory that the container holds, or by
@@ -170,7 +170,7 @@ def measure(node: BenchNode, held: int, rounds: int) -> dict[str, Any]:
 
 
 def neighbour_rates(times: Sequence[int], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the neighbour's units per second while the container moves, and while it is away."""
+    """Return the neighbour's units per second during the moves, and during the suspensions."""
 
     def rate(spans: Sequence[tuple[int, int]]) -> float:
         seconds = sum(end - begin for begin, end in spans) / NS_PER_S
@@ -197,7 +197,7 @@ def judge(report: Mapping[str, Any]) -> list[str]:
         away = one["suspend"]["ended"] / NS_PER_S, one["resume"]["began"] / NS_PER_S
         inside = sum(away[0] < end < away[1] for end in ends)
         if inside:
-            found.append(f"round {i}: {inside} turns while the container was suspended")
+            found.append(f"round {i}: {inside} iterations while the container was suspended")
         freed = one["before"]["used"] - one["during"]["used"]
         least = max(report["held"], one["before"]["process"])
         if freed < least:
@@ -207,7 +207,7 @@ def judge(report: Mapping[str, Any]) -> list[str]:
     for i, (one, then) in enumerate(itertools.pairwise(report["rounds"]), 1):
         running = one["resume"]["ended"] / NS_PER_S, then["suspend"]["began"] / NS_PER_S
         if not any(running[0] < end < running[1] for end in ends):
-            found.append(f"round {i}: no turn after the container was resumed")
+            found.append(f"round {i}: no iteration after the container was resumed")
     return found
 
 

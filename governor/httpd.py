@@ -1,7 +1,7 @@
 """A minimal HTTP server for metrics and the page: GET, one request per connection, local only.
 
-It has neither authentication nor TLS, so it listens only at a socket below `runtime_dir`, for root
-and its group, or at a loopback address, for every user of this machine.
+It has neither authentication nor TLS, so it listens only on a socket below `runtime_dir`, for root
+and its group, or on a loopback address, for every user of this machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 HEAD_LIMIT = 8 << 10
 REQUEST_S = 5.0
-"""Longest time from a connection to the end of its answer, in seconds."""
+"""Longest time from a connection to the end of its response, in seconds."""
 MAX_CONNECTIONS = 8
 AGAIN_S = 10.0
 """Interval at which an unavailable address is tried again, in seconds."""
@@ -144,7 +144,10 @@ Listening = AbstractContextManager[socket.socket | None]
 
 
 class Offer:
-    """The address of an endpoint; an unavailable one is retried, because quotas hold without it."""
+    """The address of an endpoint.
+
+    An unavailable one is tried again, and is no reason to end, because quotas hold without it.
+    """
 
     def __init__(self, listening: Callable[[], Listening]) -> None:
         """Open the socket, or log why that is not possible."""

@@ -130,7 +130,7 @@ def read_line(line: str) -> MpsEvent | None:
     """Return the event in a line of a log, or None if it is of no interest.
 
     A client's command is logged verbatim, including line breaks, so a client can forge lines. It
-    can hardly know the daemon's pid, with which genuine lines begin.
+    is unlikely to know the daemon's pid, with which genuine lines begin.
     """
     prefix = _PREFIX.match(line)
     if not prefix:
@@ -220,7 +220,7 @@ class Mps:
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
         self._was_killed = False
-        self._reported_until = 0.0  # rate limit: the reported events count until then
+        self._reported_until = 0.0  # rate limit: when the reported events are used up
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 
@@ -403,7 +403,7 @@ class Mps:
                     self.counts.faults += 1
                     self._fault_at = time.monotonic()
                     self._set(
-                        "fault", "after a fault its MPS server waits for its clients to leave"
+                        "fault", "after a fault, its MPS server is waiting for its clients to leave"
                     )
                 elif event.pid is None:
                     return

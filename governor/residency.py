@@ -3,14 +3,14 @@
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
 keeps on the GPU what cannot be moved, such as contexts. So the quotas of the resident containers
-and what the parked ones keep never exceed the GPU's memory in total. If a quota does not fit next
-to the least that the others keep, only the part that fits counts, so that its container is not
-parked for ever.
+and what the parked ones keep never exceed the GPU's memory in total. If a quota does not fit
+beside the minimum that the others keep, only the part that fits counts, so that its container is
+not parked for ever.
 
 A container moves to the GPU when one of its calls waits for memory. To make room, the containers
 that have been idle for the longest time leave. A working container leaves only when it has been
 resident for a turn, which is longer where a move costs more; so containers that always work, but do
-not fit on the GPU together, share it in turns of seconds.
+not fit on the GPU together, share it in turns of several seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Occupant:
     holds: int = 0
     """Memory that it has allocated, on the GPU or parked, by its own report; within its quota."""
     waits_ns: int | None = None
-    """When a call began to wait for memory, if one waits."""
+    """When a call began to wait for memory, if one is waiting."""
     worked_ns: int = 0
     """When it last worked."""
     since_ns: int = 0

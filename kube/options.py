@@ -30,7 +30,11 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
     parser.add_argument(
-        "--hook-argument", action="append", default=[], metavar="WORD", help="option of the hook"
+        "--hook-argument",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="an option to pass to the hook",
     )
     parser.add_argument(
         "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"

@@ -82,7 +82,8 @@ def check(document: object, where: str) -> None:
         error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
     except RecursionError as e:
         raise ClaimError(
-            f"{where}: the document is nested too deeply", hint="no option contains a list"
+            f"{where}: the document is nested too deeply",
+            hint="the value of an option is a string or a number",
         ) from e
     if error is None:
         return

@@ -24,7 +24,7 @@ from kube.names import DRIVER
 log = structlog.get_logger()
 
 ANNOTATION = f"dra.{DRIVER}/prepare-again"
-"""The annotation. It is not below `tidegate.gpu/`, where the hook refuses unknown names."""
+"""The annotation. It is not under `tidegate.gpu/`, where the hook refuses unknown names."""
 AFTER_S = 1.0
 """Seconds from a refusal to the annotation, so that the kubelet processes the refusal first."""
 SEARCH_DELAYS_S = (0.3, 3.0, 9.0)
@@ -123,7 +123,7 @@ class Resync:
             self._changed.notify_all()
 
     def _search(self) -> None:
-        """Annotate the node's waiting pods if the kubelet has not asked for one of their claims."""
+        """Annotate each waiting pod of the node that has a claim the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
                 if _waits(pod) and self._has_unasked_claim(pod):

@@ -32,9 +32,9 @@ static void charge(struct tenant *t, double ns, bool lent)
  * are granted and taken together, and its work on one GPU waits for the others.
  *
  * Time that is charged to such a container is not charged to the holder, and only the ledger says
- * that such work runs. The report is therefore believed only while the container's debt is below a
- * limit: in the long run, a container that reports falsely can give others no more than its own
- * share.
+ * that such work is running. The report is therefore believed only while the container's debt is
+ * below a limit: in the long run, a container that reports falsely can give others no more than its
+ * own share.
  */
 static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
 {

@@ -5,8 +5,8 @@
  * Measured on an H200: rows are rounded up to multiples of 64 bytes, heights to multiples of 8
  * rows, depths of more than 16 to multiples of 16, and smaller depths to a power of two. The number
  * of layers of a layered array is not rounded. Sparse arrays, and those to which memory is mapped
- * later, take no memory. An error in the result shows in NVML, and counts as memory that the driver
- * takes on its own.
+ * later, take no memory. An error in the result shows up in NVML's figures, and counts as memory
+ * that the driver takes on its own.
  */
 #include "control.h"
 

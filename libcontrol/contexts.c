@@ -35,7 +35,8 @@ static CUresult created(struct account_charge *charge, CUresult result, const CU
     account_end(charge, result);
     if (charge->device < 0 && result == CUDA_SUCCESS)
         context_log_ungoverned();
-    /* Counted last: a sample that finds the context counted no longer finds it in `taking`. */
+    /* Counted last, so that a sample that finds the context counted does not find it in `taking`
+     * as well. */
     if (charge->device >= 0 && result == CUDA_SUCCESS)
         context_count(charge->device, 1);
     return result;

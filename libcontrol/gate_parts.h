@@ -2,7 +2,7 @@
  * Internal declarations of the gate. Each of its files calls only those named before it:
  *
  *   gate_grants.c     what the grant allows, and when a new one has begun
- *   gate_captures.c   which streams capture
+ *   gate_captures.c   which streams are capturing
  *   gate_markers.c    markers: recorded behind work, and queried
  *   gate_holds.c      work that is held on the GPU
  *   gate.c            launches
@@ -52,7 +52,7 @@ static inline bool gate_announce(struct gate *g, const struct grant_device *gran
 extern uint32_t gate_n_captures;
 extern uint32_t gate_n_joining; /* threads in calls by which a stream may join a capture */
 
-/* Whether a stream captures. Called without the lock of a gate, because it queries the driver. */
+/* Whether a stream is capturing. Called without a gate's lock, because it queries the driver. */
 bool capture_is_running(CUstream stream);
 void capture_end_context(CUcontext ctx);
 void captures_after_fork(void);
@@ -62,9 +62,9 @@ void captures_after_fork(void);
 void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t now,
                struct ledger_device *ledger);
 
-/* Whether an event may be recorded in a stream that other threads may use: not if the stream
- * captures, and not in the legacy stream while any stream captures, because the legacy stream waits
- * for that stream. The lock is held before and after. */
+/* Whether an event may be recorded in a stream that other threads may use: not if the stream is
+ * capturing, and not in the legacy stream while any stream is, because the legacy stream waits for
+ * that stream. The lock is held before and after. */
 static inline bool gate_may_mark(struct gate *g, CUstream stream)
 {
     bool captures_now;

@@ -28,7 +28,7 @@ struct load {
     uint64_t returned; /* total that the container's processes have given back */
     uint64_t hidden;   /* found at the end: memory that NVML attributes to no process */
     uint64_t missing;  /* what may have to be charged, but cannot be determined yet */
-    uint64_t taken;    /* what it took apart from `hidden` */
+    uint64_t taken;    /* what the load took, without `hidden` */
 };
 
 /* ---- loads.c ---- */

@@ -256,7 +256,7 @@ bool parking_export(uint64_t address, struct parking_block *found)
     return ours;
 }
 
-/* Holds the lock during the export, because the block must not end in that time. */
+/* Holds the lock during the export, because the block must not end meanwhile. */
 int parking_descriptor(uint64_t serial)
 {
     int fd = -1;

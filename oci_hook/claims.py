@@ -64,7 +64,7 @@ def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ..
         uid, _ = next(iter(found))
         raise BundleError(
             f"config.json asks for a device of tidegate.gpu/shared together with claim {show(uid)}",
-            hint="ask for one of them",
+            hint="ask for only one of the two",
         )
     return tuple(found)
 

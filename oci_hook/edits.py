@@ -165,9 +165,9 @@ def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
     foreign = foreign_driver(document)
     if foreign:
         raise BundleError(
-            f"{name} has a {foreign}, which brings a driver of its own",
-            hint="start the container without --gpus and nvidia.com devices, with a runtime that"
-            " is not NVIDIA's",
+            f"{name} has the {foreign}, which brings its own driver",
+            hint="start the container without --gpus or nvidia.com devices, and not with NVIDIA's"
+            " runtime",
         )
 
 
@@ -194,12 +194,12 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...
         except OSError as e:
             raise DeviceError(
                 f"device node {path}: {e.strerror}",
-                hint="make it with `nvidia-modprobe -u -c 0`, or check whether the driver runs",
+                hint="create it with `nvidia-modprobe -u -c 0`, or check that the driver is loaded",
             ) from e
         if not stat.S_ISCHR(status.st_mode):
             raise DeviceError(
                 f"device node {path} is not a character device",
-                hint="remove it, and make it with `nvidia-modprobe -u -c 0`",
+                hint="remove it, then create it with `nvidia-modprobe -u -c 0`",
             )
         nodes.append(DeviceNode(f"/dev/{name}", os.major(status.st_rdev), os.minor(status.st_rdev)))
     return tuple(nodes)
@@ -210,7 +210,7 @@ def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
-            f"the container has no {', '.join(missing)}, the node of a GPU that it was granted",
+            f"the container lacks the node of a GPU that it was granted: {', '.join(missing)}",
             hint="start it with tidegate-runtime, with a device of tidegate.gpu/shared, or with"
             f" --device {missing[0]}",
         )

@@ -192,7 +192,7 @@ def mkdirat(dirfd: int, name: str, mode: int) -> None:
 
 
 def create(dirfd: int, name: str, mode: int) -> int:
-    """Create a regular file, which must not exist, and open it for writing."""
+    """Create a regular file, which must not exist yet, and open it for writing."""
     _require_name(name)
     return os.open(
         name,
@@ -217,7 +217,7 @@ def readlink(fd: int) -> str:
 
 
 def symlinkat(text: str, dirfd: int, name: str) -> None:
-    """Create a symbolic link, which must not exist, in a directory."""
+    """Create a symbolic link, which must not exist yet, in a directory."""
     _require_name(name)
     os.symlink(text, name, dir_fd=dirfd)
 

@@ -1,7 +1,7 @@
 """Reads glibc's ld.so.cache and writes it with the driver's libraries added.
 
 The layout is that of sysdeps/generic/dl-cache.h. The file in an image is not trusted: every count
-and offset is bounded before it is used, and one that does not fit raises DamagedCacheError.
+and offset is checked before it is used, and one that does not fit raises DamagedCacheError.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CachedLibrary(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION index."""
+    """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION refer to."""
 
     entries: tuple[CachedLibrary, ...]
     hwcaps: tuple[bytes, ...] | None = None
@@ -68,7 +68,7 @@ def is_cache(data: bytes) -> bool:
 def _string(data: bytes, offset: int, limit: int) -> bytes:
     end = data.find(b"\0", offset, offset + limit + 1)
     if offset >= len(data) or end < 0:
-        raise DamagedCacheError(f"a string at {offset} has no end")
+        raise DamagedCacheError(f"the string at offset {offset} is not terminated")
     return data[offset:end]
 
 
@@ -189,7 +189,7 @@ def compare(a: bytes, b: bytes, *, signed: bool = True) -> int:
 def with_libraries(
     cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
 ) -> Cache:
-    """Return a cache in which `sonames` lead to `directory`, and which is otherwise the same.
+    """Return a cache that maps `sonames` to `directory`, and is otherwise the same.
 
     Entries are in descending order. New entries are inserted where a binary search for them ends,
     so the order of the others does not change, whatever it is.

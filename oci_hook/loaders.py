@@ -56,7 +56,8 @@ def subdirectory(loaders: LoadersOf, loader: bytes) -> str:
     """Return the subdirectory of a library directory in which this loader finds the driver."""
     if loaders.hwcaps and b"glibc-hwcaps" in loader:
         return loaders.hwcaps
-    # glibc before 2.33 does not know glibc-hwcaps. `tls` is a separate string up to 2.36.
+    # glibc before 2.33 does not support glibc-hwcaps. Up to 2.36, a loader contains `tls` as a
+    # separate string.
     if loaders.hwcaps or b"\0tls\0" in loader:
         return TLS
     return BY_CACHE

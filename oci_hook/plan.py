@@ -1,4 +1,4 @@
-"""Plans the mounts and files for a container from given facts; it reads and changes nothing."""
+"""Plans the mounts and files for a container from given facts, without any input or output."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WriteCache(NamedTuple):
     content: bytes
     strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # 32-bit libraries were requested, which only the cache leads to
+    compat32: bool = False  # 32-bit libraries were requested, found only through the cache
     before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"

@@ -5,9 +5,9 @@
  * beginning of a call (driver_lock). While it is checkpointed, its memory and contexts also do not
  * count as being on the device. Their contents are in the process's own memory all the time.
  *
- * A command that waits for a word in the process's memory completes only in a call of that process,
- * so a process with such a command cannot be locked. A real GPU sees that the word was written
- * without such a call.
+ * A command that waits for a word in the process's memory completes only while that process is in a
+ * call, so a process with such a command cannot be locked. A real GPU notices the written word even
+ * without a call.
  */
 #include "driver.h"
 
@@ -102,7 +102,7 @@ static bool checkpoint(struct device *device, uint32_t slot)
 }
 
 /* Bring an attachment back, if there is room. Its contexts get new channels, which are
- * switched on and have the device's slice. */
+ * switched on and have the device's default slice. */
 static bool restore(struct device *device, uint32_t slot)
 {
     struct gpu *gpu = device->gpu;

@@ -1,8 +1,9 @@
 /*
  * Entry points: memory of another process
  *
- * A handle names the block. Opening it allocates private memory of the same size, which takes no
- * device memory. The contents are therefore not shared.
+ * A handle identifies a block of memory of the process that exported it. Opening it allocates
+ * private memory of the same size, which takes no device memory. The contents are therefore not
+ * shared.
  */
 #include "driver.h"
 

@@ -65,7 +65,7 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     item = memory_freeable(address);
     if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    /* As in the driver: work that may still use the memory is completed first. */
+    /* As in NVIDIA's driver, work that may still use the memory is completed first. */
     r = context_wait(item->context, context_tail(item->context));
     if (!r)
         r = memory_release(address);
@@ -241,8 +241,8 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
 }
 
 /*
- * Accepted without effect: a copy of 1 MiB or more within device memory may end after its call
- * even so.
+ * Accepted without effect: even so, a copy of 1 MiB or more within device memory may end after its
+ * call has returned.
  */
 ENTRY(cuPointerSetAttribute, const void *value, CUpointer_attribute attribute, CUdeviceptr address)
 {

@@ -151,7 +151,7 @@ class MachineTopology:
         return [int(number) + 1 for number in match.groups()]
 
     def ends(self, index: int) -> bytes:
-        """Return the other end of each NVLink of a GPU, with the values of layout.h.
+        """Return the other end of each NVLink of a GPU, encoded as in layout.h.
 
         Raise ValueError if a link is malformed or the GPU has too many links.
         """

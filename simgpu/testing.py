@@ -68,7 +68,7 @@ class SimulatedDriver:
         self.library = ctypes.CDLL(str(self.path))
 
     def try_call(self, name: str, *arguments: object) -> int:
-        """Call an entry, passing integers as 64 bits, and return the CUresult."""
+        """Call an entry point, passing integers as 64-bit values, and return the CUresult."""
         passed = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments]
         return int(getattr(self.library, name)(*passed))
 
@@ -79,13 +79,13 @@ class SimulatedDriver:
         return (text.value or str(code).encode()).decode()
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call an entry, and raise CudaError if it fails."""
+        """Call an entry point, and raise CudaError if it fails."""
         code = self.try_call(name, *arguments)
         if code:
             raise CudaError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: object) -> int:
-        """Call an entry that stores a value at its first parameter, and return that value."""
+        """Call an entry point that stores a value at its first parameter, and return that value."""
         result = ctypes.c_uint64()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value

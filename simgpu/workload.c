@@ -4,7 +4,7 @@
  * The program finds the driver as other programs do: dlopen("libcuda.so.1"), dlsym for
  * cuGetProcAddress, and everything else through that. Up to --depth units are launched ahead, and
  * their end times are read back in groups by a second stream, so that the first always has work.
- * Each record in the file --out is two little-endian u64: the time of the end on the GPU's clock in
+ * Each record in the --out file is two little-endian u64: the time of the end on the GPU's clock in
  * ns, and 0. With --bursts the program alternates between working for 0.2 to 2 s and resting, so
  * that it works for --duty percent of the time (default 70); the line that it finally prints lists
  * the first and the last unit of each burst.

@@ -43,7 +43,7 @@ start with such a file, and a running governor keeps its configuration
 | restart | the governor once it has been restarted |
 
 Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an option
-below another: `defaults.memory` is `memory:` below `defaults:`, as in the [example](#example).
+within another: `defaults.memory` is `memory:` within `defaults:`, as in the [example](#example).
 
 | option | accepted | default | a new value | meaning |
 | --- | --- | --- | --- | --- |

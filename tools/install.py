@@ -4,7 +4,7 @@
     tools/install.py --build build/install --vendor build/vendor [--destdir DIR] [--prefix /usr]
 
 The C parts come from meson and must have been built. Nothing is byte-compiled, started or enabled:
-a package does that on its node.
+a package does that when it is installed on a node.
 """
 
 from __future__ import annotations

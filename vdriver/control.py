@@ -22,7 +22,7 @@ from vdriver.reader import Read
 
 CUDA = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
-HINT = "install the package tidegate, or name its directory with --control-dir"
+HINT = "install the tidegate package, or name the libraries' directory with --control-dir"
 
 Exports = Callable[[str | Path], tuple[str, ...]]
 

@@ -94,7 +94,7 @@ class ProcessUse:
 
 
 class DeviceUse(NamedTuple):
-    """One sample of a GPU: percent of the time since the previous sample in which a kernel ran.
+    """One sample of a GPU: how much of the time since the previous one a kernel ran, in percent.
 
     `time_us` is microseconds since 1970.
     """

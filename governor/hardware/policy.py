@@ -71,8 +71,8 @@ SHORTEST = 3 * MS
 """A period is not divided into more rounds if turns would become shorter than this, because context
 switches would take too large a part of them."""
 LONGER_WAITS = 9 * MS
-"""Longest time for which the larger of two containers waits for the smaller one in three rounds per
-period; if it would wait longer, there are four."""
+"""Longest time for which the larger of two containers waits for the smaller one with three rounds
+per period; if it would wait longer, there are four."""
 CREDIT = 3 * MS
 """Largest credit that a container carries into the next period, or a whole turn if that is longer.
 Turns begin and end anywhere in a period, and driver calls end them early or late, so a container
@@ -111,8 +111,8 @@ periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
 CROWD = 16
-"""With at least this number of busy containers, slices are in proportion to the default slice that
-containers have until they are found: caps hold without switching. Of a few, each is found soon."""
+"""With this many busy containers or more, slices are in proportion to the default slice that
+containers have until they are found: caps hold without switching. A few are found soon."""
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS

@@ -23,7 +23,7 @@ CALL_S = 10.0
 """Longest wait, in seconds, for a call that usually takes a millisecond. If a call takes longer,
 the GPU's time is divided by grants from then on."""
 FIND_S = 120.0
-"""Longest wait for a search, in seconds; a thorough one takes some seconds."""
+"""Longest wait for a search, in seconds; a thorough one takes several seconds."""
 N_TRIES = 20
 RETRY_S = 0.1
 

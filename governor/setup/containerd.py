@@ -39,7 +39,7 @@ from oci_hook.runtime import CONFIG as WRAPPER
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "conf.d/tidegate.toml"
 # A pattern, because containerd does not start if an imported file is missing. It matches only
-# Tidegate's files, because the directory may have other files, which were not imported so far.
+# Tidegate's files, because the directory may have other files, which have not been imported.
 IMPORT = "conf.d/tidegate*.toml"
 UNDONE = "systemctl restart containerd    # containers keep running"
 BASE_SPEC = "tidegate-base-spec.json"
@@ -62,7 +62,7 @@ class ContainerdNode:
     version: int
     merges: bool  # whether tables of imported files are merged
     files: dict[str, dict[str, Any]]  # content of each file, the main one first
-    dump: dict[str, Any]  # the configuration in force by `config dump`, if known
+    dump: dict[str, Any]  # the configuration in force according to `config dump`, if known
     release: tuple[int, int] | None  # containerd's own version, if it is known
 
     @property
@@ -140,6 +140,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     if {"cri", PLUGIN2, PLUGIN3} & set(disabled):
         result.notes.append(
             f"CRI is among disabled_plugins in {root.shown(node.path)}: Kubernetes cannot use this"
+            " containerd"
         )
     return result
 
@@ -153,16 +154,16 @@ def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
     found = version(says)
     if options.containerd_version and found is None:
         raise SetupError(
-            f"--containerd-version is {options.containerd_version}", hint="write it as 1.7 or 2.1"
+            f"--containerd-version is {options.containerd_version}", hint="write it like 1.7 or 2.1"
         )
     number = main.get("version")
     if number is None and not main:
         number = 3 if found and found >= (2, 0) else 2
     if not isinstance(number, int) or not 2 <= number <= 4:
-        shown = "no version, which is 1" if number is None else f"version {number!r}"
+        shown = "no version, which means version 1" if number is None else f"version {number!r}"
         raise SetupError(
-            f"{root.shown(path)} has {shown}; 2, 3 and 4 are understood",
-            hint="let `containerd config migrate` print it in a newer version; "
+            f"{root.shown(path)} has {shown}; versions 2, 3 and 4 are supported",
+            hint="convert it to a newer version with `containerd config migrate`; "
             "a file that only disables CRI is Docker's: see tidegate setup docker",
         )
     files = _with_imports(root, path, main)
@@ -184,7 +185,7 @@ def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
                     f"{root.shown(name)} has a CRI section, which containerd 1 uses in place "
                     f"of everything that {root.shown(path)} says about CRI",
                     hint=f"move its tables to {root.shown(path)}; or pass "
-                    "--containerd-version 2.0 if it is that or newer",
+                    "--containerd-version 2.0 if containerd is 2.0 or newer",
                 )
     return ContainerdNode(path, file.text() if file else None, number, merges, files, dump, found)
 
@@ -250,13 +251,13 @@ def _existing(
         if spec is None and binary != program:
             raise SetupError(
                 f"handler {HANDLER} in {shown} runs {str(binary)[:80]}, not {program}",
-                hint="remove it, or name its directory with --bin-dir; "
-                "--undo first, if it was set up with --base-spec",
+                hint="remove the handler, or name the program's directory with --bin-dir; if it was"
+                " set up with --base-spec, run this command with --undo first",
             )
         if spec is not None and table(found).get("base_runtime_spec") != spec:
             raise SetupError(
                 f"handler {HANDLER} in {shown} has a base_runtime_spec other than {spec}",
-                hint="run it with --undo first, or remove the handler",
+                hint="run this command with --undo first, or remove the handler",
             )
         for name in ("pod_annotations", "container_annotations"):
             if ANNOTATIONS not in strings(found.get(name)):
@@ -287,7 +288,7 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     like = table(node.handlers(), default)
     if like.get("runtime_type", RUNC) != RUNC:
         result.notes.append(
-            f"the default handler {default} is {like['runtime_type']}: nothing is taken from it"
+            f"the default handler {default} has another runtime_type: nothing is copied from it"
         )
         like = {}
     values: dict[str, Any] = {"runtime_type": RUNC}
@@ -397,7 +398,7 @@ def _base_spec(root: Root, options: SetupOptions) -> str:
     """
     text = output(root, "ctr", "oci", "spec")
     if text is None:
-        raise SetupError("--base-spec needs ctr, on this node", hint="install it with containerd")
+        raise SetupError("--base-spec needs ctr on this node", hint="install it with containerd")
     try:
         spec = json.loads(text)
         process, linux = spec["process"], spec["linux"]

@@ -52,7 +52,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
             raise SetupError(
                 f"handler {HANDLER} in {root.shown(origin)} is "
                 f"{str(handler.get('runtime_path'))[:80]}, not {program}",
-                hint="remove it, or name its directory with --bin-dir",
+                hint="remove the handler, or name the program's directory with --bin-dir",
             )
     if HANDLER not in config.handlers and root.read(path) is not None and not ours:
         raise SetupError(

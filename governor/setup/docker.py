@@ -60,7 +60,7 @@ def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
     if ours is not None and (not isinstance(ours, dict) or ours.get("path") != program):
         raise SetupError(
             f"runtime {HANDLER} in {shown} is {json.dumps(ours)[:80]}, not {program}",
-            hint="remove it, or name its directory with --bin-dir",
+            hint="remove the runtime, or name the program's directory with --bin-dir",
         )
     result, parts = SetupPlan(), list[Part]()
     if ours is None:

@@ -75,7 +75,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
             if found.get("path") != program:
                 raise SetupError(
                     f"{file.path} is a hook that runs {str(found.get('path'))[:80]}, not {program}",
-                    hint="remove it, or name its directory with --bin-dir",
+                    hint="remove the file, or name the program's directory with --bin-dir",
                 )
             continue
         result.changes.append(Change(path, text, ({"whole": True},)))

@@ -10,8 +10,8 @@ from governor.listing import claims_table
 
 SUMMARY = "List the claims that are booked on this node's GPUs"
 EPILOG = """\
-A claim is booked from the time when the node's driver announces it until the driver takes it back,
-whether or not a container uses it. If it is taken back while containers use it, its state is
+A claim is booked from the time when the node's driver announces it until the driver withdraws it,
+whether or not a container uses it. If it is withdrawn while containers use it, its state is
 leaving, and it is removed when the last of them ends.
 
 """

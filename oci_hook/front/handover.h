@@ -1,5 +1,6 @@
 /*
- * Hands a start over to the Python code, for the C programs of the hook and the wrapper runtime.
+ * Hands the start of a container over to the Python code, for the C programs of the hook and the
+ * wrapper runtime.
  *
  * The start of a container that asks for a GPU is prepared by Python code. The fork server
  * (oci_hook/forkserver.py) has the interpreter and the modules loaded, so its forked child begins
@@ -14,7 +15,7 @@ enum {
     HANDOVER_DECLINED = -1, /* no work was begun: execute the script */
     HANDOVER_LOST = -2,     /* the child ended without a status: its work may be incomplete */
     HANDOVER_LATE = -3,     /* the child is stuck, for instance in a stalled root file system */
-    STATUS_OS_ERROR = 71,   /* EX_OSERR, as MountError in oci_hook/errors.py */
+    STATUS_OS_ERROR = 71,   /* EX_OSERR, as for MountError in oci_hook/errors.py */
     STATUS_CONFIG = 78,     /* EX_CONFIG */
 };
 

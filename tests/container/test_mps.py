@@ -297,7 +297,7 @@ def test_a_client_that_stays_after_a_fault_keeps_others_out_only_briefly(node: B
         refused = node.start("early", ["/usr/bin/probe"], {"memory": "1Gi", "strategy": "mps"})
         assert node.wait(refused, WAIT_S) != 0
         assert (
-            "tidegate: GPU 1 accepts no containers at present: after a fault its MPS server waits for its clients to leave;"
+            "tidegate: GPU 1 accepts no containers at present: after a fault, its MPS server is waiting for its clients to leave;"
             in refused.output
         )
         wait_for(lambda: mps(node)["pid"] not in (0, before["pid"]), "another daemon")

@@ -154,7 +154,7 @@ def test_another_runtime_of_the_default_handler_is_reported(root, capsys):
     # Nothing is taken from a handler of another kind.
     put(root, CONFIG, content.replace("runc.v2", "kata.v2") + "X = 1\n")
     setup(root, "containerd")
-    assert "nothing is taken from it" in capsys.readouterr().out
+    assert "nothing is copied from it" in capsys.readouterr().out
     assert handlers(text(root, DROP_IN), V3) == {"tidegate": OURS}
 
 
@@ -199,7 +199,7 @@ def test_a_drop_in_is_imported_where_tables_are_merged(root, capsys, before, aft
     whole = snapshot(root)
     if after is None:
         assert setup(root, "containerd") == 73
-        assert "has no version, which is 1" in capsys.readouterr().err
+        assert "has no version, which means version 1" in capsys.readouterr().err
         return
     assert setup(root, "containerd") == 0
     assert text(root, CONFIG) == after
@@ -276,7 +276,7 @@ def test_containerd_2_without_a_file_continues_to_read_its_directory(root, capsy
     [
         ("version = ", "is not TOML: Invalid value"),
         ("[a]\n[a]\n", "is not TOML: "),
-        ('disabled_plugins = ["cri"]\n', "has no version, which is 1"),
+        ('disabled_plugins = ["cri"]\n', "has no version, which means version 1"),
         ("version = 1\n", "has version 1"),
         ("version = 9\n", "has version 9"),
         ('version = "3"\n', "has version '3'"),
@@ -353,7 +353,7 @@ def test_the_driver_of_control_groups_is_that_of_another_handler_where_the_defau
         content = content.replace("SystemdCgroup = true", "SystemdCgroup = false")
     put(root, CONFIG, content)
     assert setup(root, "containerd") == 0
-    assert "nothing is taken from it" in capsys.readouterr().out
+    assert "nothing is copied from it" in capsys.readouterr().out
     ours = handlers(text(root, CONFIG), V2)["tidegate"]["options"]
     assert ours.get("SystemdCgroup", False) is systemd
 
@@ -485,7 +485,7 @@ def test_a_base_spec_is_containerds_default_with_the_hook_and_without_what_cri_t
     put(root, CONFIG, "version = 3\n")
     before = snapshot(root)
     assert setup(root, "containerd", "--base-spec") == 73
-    assert "needs ctr, on this node" in capsys.readouterr().err
+    assert "needs ctr on this node" in capsys.readouterr().err
     default = {
         "ociVersion": "1.1.0",
         "process": {

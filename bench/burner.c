@@ -264,7 +264,10 @@ static int64_t host_ns(void)
     return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
-/* Returns how many ns the GPU's clock is ahead of this machine's, by the fastest of many stamps. */
+/*
+ * Returns how many ns the GPU's clock is ahead of this machine's, as measured with the fastest of
+ * many stamps.
+ */
 static int64_t compare_clocks(void)
 {
     int64_t best = INT64_MAX, ahead = 0;

@@ -249,7 +249,7 @@ def measure(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run, such as by how many points guarantees were missed."""
+    """Return the figures of a run, such as the number of points by which guarantees were missed."""
     witness, containers = result["witness"], result["containers"]
     quiet = [one for one in containers if "share" in one and not one["disturbed"]]
     short = sorted(one["share"] - one["compute"] for one in quiet)

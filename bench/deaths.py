@@ -1,7 +1,7 @@
 """Measures two containers that do not fit on the GPU together, and whose processes are killed.
 
 Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
-and share the GPU in turns. During the run, the driver's NVML is read fifty times a second. At the
+and take turns on the GPU. During the run, the driver's NVML is read fifty times a second. At the
 end, the memory in use on the GPU and the host's shared memory are compared with those at the start.
 """
 

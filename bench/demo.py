@@ -397,7 +397,7 @@ def load_line(taken: float) -> str:
         return ""
     return (
         f"demo: other programs keep {taken:.1f} of {os.cpu_count()} processors busy: "
-        "shares may be off; end those programs, or do not judge by this run"
+        "shares may be off; end those programs, or do not rely on this run"
     )
 
 

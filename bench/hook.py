@@ -273,7 +273,7 @@ def serving(runtime_dir: Path) -> Iterator[None]:
         deadline = time.monotonic() + 10
         while not (runtime_dir / "forkserver.sock").exists():
             if server.poll() is not None or time.monotonic() > deadline:
-                raise MachineError("the fork server does not listen")
+                raise MachineError("the fork server is not listening")
             time.sleep(0.01)
         yield
     finally:

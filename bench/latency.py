@@ -5,7 +5,7 @@ every arm) alongside jobs that keep the GPU busy, or several services that share
 request runs plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean
 and the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
 relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
-with it (`governed`); service and jobs without Tidegate (`native`), with grants at the launch
+with it (`governed`); service and jobs without Tidegate (`native`), with grants that gate launches
 (`gate`), with the GPU's own scheduler (`hardware`), and with that and a service of class latency
 that has a cap (`latency`). The time of every request is kept in latency.json.
 """

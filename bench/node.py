@@ -279,7 +279,7 @@ class BenchNode:
         )
 
     def delete(self, container: Running) -> None:
-        """Make sure that a container no longer runs."""
+        """Make sure that a container is no longer running."""
         if container.process.poll() is None:
             subprocess.run(
                 [

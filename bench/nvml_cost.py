@@ -23,7 +23,7 @@ SINCE_US = 1_000_000
 def ask_use(nvml: Nvml, uuid: str, since_us: int) -> bool:
     """Ask for the utilisation of processes, and return whether there was an answer.
 
-    NVML may fail if the driver adds utilisation samples while NVML counts them.
+    NVML may fail if the driver adds utilisation samples while NVML is counting them.
     """
     try:
         nvml.utilisation(uuid, since_us)

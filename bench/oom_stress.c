@@ -76,7 +76,7 @@ static struct shared {
     volatile int stop;
     volatile int ready;     /* last step that a process has reached; see wait_for() */
     volatile uint64_t died; /* ns: when the parent saw the end of the killed process */
-    volatile uint64_t back; /* ns: when another process saw that memory free */
+    volatile uint64_t back; /* ns: when another process saw that memory become free */
     volatile uint64_t filled, left, total;
     uint64_t allocations, refused, wrong;
     int error; /* of the first call that failed */
@@ -366,7 +366,7 @@ static void wait_for(int state)
 
     while (shared->ready != state) {
         if (now() > end) {
-            fprintf(stderr, "oom_stress: a process did not get ready\n");
+            fprintf(stderr, "oom_stress: a process did not become ready\n");
             exit(1);
         }
         nap(1000);
@@ -400,7 +400,7 @@ static void fill(unsigned unused)
 
     (void)unused;
     start();
-    /* The governor has to take a sample before it knows the memory of the context. */
+    /* The governor has to take a sample before it knows how much memory the context takes. */
     nap(1500000);
     for (size_t size = 64 * MIB; size >= 2 * MIB; size /= 2)
         while (cuMemAlloc(&at, size) == 0)

@@ -43,13 +43,13 @@ ALONE = (
     "launch", "launch-median", "alloc-async", "memory-info", "look-up-ours", "look-up", "load",
     "alloc", "alloc-1000", "alloc-100000",
 )  # fmt: skip
-"""Measures that are taken alone, with an open grant."""
+"""Measurements that are taken alone, with an open grant."""
 WITHIN = tuple(name for name in ALONE if name != "load")
-"""Measures that are taken against the driver's library in the same process."""
+"""Measurements that are taken against the driver's library in the same process."""
 AGAINST = ("--against", "libcuda-origin.so.1")
 
 BESIDE = ("launch-median",)
-"""Measures that are taken while another container wants the GPU; they exclude calls that wait."""
+"""Measurements taken while another container wants the GPU; they exclude calls that wait."""
 
 TITLES = {
     "alone": "alone",
@@ -71,7 +71,7 @@ Arm = Callable[[Sequence[str]], Samples]
 
 
 def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]]:
-    """Return each measure's native and governed ns, and the difference with its interval."""
+    """Return each measurement's native and governed ns, and the difference with its interval."""
     summary = {}
     for measure in pairs[0]["native"]:
         native = [statistics.median(pair["native"][measure]) for pair in pairs]
@@ -114,7 +114,7 @@ def run_pairs(
 
 
 def read_samples(text: str, measures: Sequence[str]) -> Samples:
-    """Return the program's samples; raise MachineError if a requested measure is missing."""
+    """Return the program's samples; raise MachineError if a requested measurement is missing."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
         last = text.strip().splitlines()[-1:] or ["it printed nothing"]

@@ -9,7 +9,7 @@ program is asked without Tidegate, with the GPU to itself. The part `deaths` (de
 processes while their memory moves.
 
 The run fails if contents differ, if no answer comes within 2 minutes, or if a container holds more
-device memory than its quota. It reports how long the first kernel waits, at which rate memory
+device memory than its quota. It reports how long the first kernel waits, at what rate memory
 moves, what the neighbour loses and what two busy containers deliver. The results are written to
 parking.json.
 """

@@ -111,7 +111,7 @@ GROUPS = {"engines": ENGINES, "tools": CUDA_TOOLS}
 """Names that select several programs."""
 
 ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")
-"""Programs that need only the driver API, and kernels that the simulated GPU knows."""
+"""Programs that need only the driver API, and kernels that the simulated GPU supports."""
 
 
 @dataclass
@@ -468,7 +468,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args.names = list(dict.fromkeys(itertools.chain.from_iterable(named)))
     unknown = set(args.names) - set(PROGRAMS)
     if unknown:
-        parser.error(f"there is no program {', '.join(sorted(unknown))}")
+        parser.error(f"no program is called {', '.join(sorted(unknown))}")
     return args
 
 

@@ -171,7 +171,7 @@ class Progress:
         return self._times[-1]
 
     def at(self, time: float) -> float:
-        """Return the work from the first stamp to `time`, as the ns that it takes alone."""
+        """Return the work from the first stamp to `time`, as the time in ns that it takes alone."""
         after = bisect.bisect_right(self._times, time)
         if after == 0:
             return 0.0

@@ -65,7 +65,7 @@ CLEANUP_S = 40.0
 """Time limit for cleaning up after an arm, in seconds."""
 
 SPARE_S = 1.0
-"""Extra time for which a container works, in seconds, so that it still works at the end of the
+"""Extra time for which a container works, in seconds, so that it is still working at the end of the
 measurement if it started late."""
 
 FOREVER_S = 600.0

@@ -135,7 +135,7 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work in each step, as the us that it takes alone.
+    """Return the work in each step, as the time in us that it takes alone.
 
     Rounding errors do not accumulate.
     """

@@ -1,10 +1,10 @@
 """Draws docs/figures/quota-*.svg, the pictures that explain quotas.
 
 `python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
-if they are stale. Most of them show decisions of the real arbiter. It is the governor's (`make
-build`), the clock is virtual, and the containers are a model: each works in units of 0.2 ms for as
-long as it is awake. So the pictures are the same on any machine. Results from real GPUs are in
-docs/benchmarks.md.
+if they are stale. Most of them show decisions of the real arbiter, which the governor uses as well
+(`make build` builds it). The clock is virtual, and the containers are a model: each works in units
+of 0.2 ms for as long as it is awake. So the pictures are the same on any machine. Results from real
+GPUs are in docs/benchmarks.md.
 """
 
 from __future__ import annotations

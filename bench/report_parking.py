@@ -31,7 +31,7 @@ TITLES = (
 
 
 DEATHS = """\
-With `--parts deaths`, two containers that do not fit together share the GPU in turns, while 8
+With `--parts deaths`, two containers that do not fit together take turns on the GPU, while 8
 processes of each allocate and free at random in 64 threads, and are killed continuously. The run
 fails if a container uses more than its quota for longer than a second according to NVML, if a call
 fails for a reason other than a lack of memory, or if memory of the GPU or the host is still in

@@ -86,7 +86,7 @@ class GrantSandbox:
         directory.mkdir(parents=True)
         self.directory = directory
         self.alive = True
-        """Whether the heartbeat is written."""
+        """Whether the heartbeat is being written."""
         self.returned = 0
         """Number of times that a process has reconnected."""
         path = directory / "grant"

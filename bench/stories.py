@@ -167,7 +167,7 @@ class Stage:
 
     @staticmethod
     def options(out: str, seconds: float) -> list[str]:
-        """Return the options of all jobs: duration, file for stamps, and the file to wait for."""
+        """Return the options that every job takes: duration, file for stamps, file to wait for."""
         return [
             "--seconds", str(seconds), "--out", f"{out}/progress.bin",
             "--wait-file", f"{out}/begin",
@@ -288,7 +288,7 @@ def read_settings(story: Path) -> dict[str, Any]:
 
 
 def tail(program: StoryProgram) -> str:
-    """Return the end of a program's output, in one line."""
+    """Return the end of a program's output, on one line."""
     return " ".join(program.output.split())[-300:] or "it printed nothing"
 
 
@@ -298,7 +298,7 @@ def tail(program: StoryProgram) -> str:
 def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> float:
     """Return a program's work between two moments, in percent of the GPU.
 
-    Each unit that the program finished counts for the time that a unit takes alone.
+    Each unit that the program finished counts as the time that a unit takes when it runs alone.
     """
     done = sum(begin <= moment < end for moment in program.times())
     return 100 * done * unit_us / 1e6 / (end - begin)

@@ -152,7 +152,7 @@ EXPORT int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsign
     return SUCCESS;
 }
 
-/* Knows two names: one that the control library replaces, and one that it does not. */
+/* Finds only two names: one that the control library replaces, and one that it does not. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,
                                int *status);
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,

@@ -333,7 +333,7 @@ class Admissions:
                 f"the container has its quota from {container.claims[0][0]}",
                 hint="have the pod use another claim",
             )
-        # A change that waits for room must not end after a later one.
+        # A change that is waiting for room must not finish after a later one.
         async with container.changing:
             quota = await self._change(container, request)
         log.info("quota-changed", container=container.identifier, **quota.describe())

@@ -236,7 +236,7 @@ class Arbiter:
         self._library.arbiter_remove(self._self, tenant, now)
 
     def want(self, tenant: int, now: int, *, want: bool) -> None:
-        """Report whether a tenant waits for GPU time."""
+        """Report whether a tenant is waiting for GPU time."""
         self._library.arbiter_want(self._self, tenant, want, now)
 
     def released(
@@ -251,7 +251,7 @@ class Arbiter:
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
 
     def alive(self, alive_ns: int) -> None:
-        """Report when the holder last signalled that work of its overdue grant still runs."""
+        """Report when the holder last signalled that work of its overdue grant is still running."""
         self._library.arbiter_alive(self._self, alive_ns)
 
     def sign(self, tenant: int, sign_ns: int) -> None:
@@ -259,7 +259,7 @@ class Arbiter:
         self._library.arbiter_sign(self._self, tenant, sign_ns)
 
     def overrun(self, tenant: int, now: int, *, overruns: bool) -> None:
-        """Report whether work of a tenant still runs although its grant is over."""
+        """Report whether work of a tenant is still running although its grant is over."""
         self._library.arbiter_overrun(self._self, tenant, overruns, now)
 
     def busy(self, tenant: int, busy_ns: int) -> None:
@@ -497,7 +497,7 @@ class Runner:
             raise OSError(error, os.strerror(error))
 
     def due(self) -> bool:
-        """Return whether a process on this GPU waits for a sample of NVML.
+        """Return whether a process on this GPU is waiting for a sample of NVML.
 
         Once it has returned False, `due_fd` becomes readable when another process begins to wait.
         """

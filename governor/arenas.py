@@ -74,7 +74,7 @@ class Arenas:
         self._arenas: dict[int, _Arena] = {}
 
     def open(self, slot: int) -> None:
-        """Create the arena of a new process; nothing of it is ready yet."""
+        """Create the arena of a new process; none of it is ready yet."""
         self.close(slot)
         # No seals are allowed, so the process cannot prevent the governor from making it larger.
         self._arenas[slot] = _Arena(os.memfd_create(ARENA, os.MFD_CLOEXEC))

@@ -198,7 +198,7 @@ class Auditor:
                 ),
                 samples=_samples(sample.samples, frozenset(own) | known, wall_ns),
                 idle=idle,
-                # A container that is being moved reports no work, and its memory is copied.
+                # A container that is being moved reports no work, and its memory is being copied.
                 frozen=bool(watched.groups) or container.is_moving,
             )
             for episode, began in watched.devices[device.uuid].judge.observe(facts):
@@ -223,9 +223,9 @@ class Auditor:
     def _by_owner(
         self, device: Device, processes: Sequence[ProcessMemory]
     ) -> dict[Container | None, dict[int, ProcessMemory]]:
-        """Return the processes by container; it is None for those of no container on this GPU.
+        """Return the processes by container; the key None has those of no container on this GPU.
 
-        A process is found by its registration, its control group or its pid namespace.
+        A process is matched to a container by its registration, control group or pid namespace.
         """
         here = [
             one

@@ -85,7 +85,7 @@ class Bookings:
                 raise RefusedError(
                     f"{claim} has no share {name[:64]!r}; it has"
                     f" {', '.join(one.name for one in claim.shares)}",
-                    hint="install the hook and the node driver in the same version",
+                    hint="install the same version of the hook and the node driver",
                 )
             namespace = request["identity"].get("namespace", claim.namespace)
             if claim.namespace not in (namespace, NODE):

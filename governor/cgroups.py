@@ -142,7 +142,7 @@ def find_membership(
 
 
 def find_mounts(proc: Path = PROC) -> dict[str, Path]:
-    """Return the mount points of the hierarchies that can freeze: version 2 and `freezer`."""
+    """Return the mount points of hierarchies that support freezing: version 2 and `freezer`."""
     found: dict[str, Path] = {}
     for mount in parse_mountinfo((proc / "self/mountinfo").read_bytes()):
         # If only a subtree of a hierarchy is mounted, the paths of /proc/PID/cgroup do not apply to

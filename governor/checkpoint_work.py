@@ -140,7 +140,7 @@ class Checkpointing:
             raise
 
     def suspend(self, wait_ms: int) -> None:
-        """Suspend all; on CheckpointError, all run again but those that failed earlier."""
+        """Suspend all; on CheckpointError, all but those that failed earlier run again."""
         lost: list[int] = []
         try:
             lost += (pid for pid in self._alive if self._state(pid) == FAILED)

@@ -82,7 +82,7 @@ class ClaimShares:
     def restore(self, claim: Claim) -> tuple[str, ...]:
         """Add a claim that was admitted before; return the UUIDs of its GPUs that are gone.
 
-        Its memory counts as memory that stays, until it is known which containers run.
+        Its memory counts as memory that stays, until it is known which containers are running.
         """
         for share in claim.shares:
             gpu = self._gpus.by_uuid.get(share.device)

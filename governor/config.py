@@ -67,7 +67,7 @@ def parse_listen(
 
 
 def _spin_us() -> int:
-    # A spinning thread occupies a core; on a small machine, that of the thread it waits for.
+    # A spinning thread occupies a core; on a small machine, that of the thread it is waiting for.
     return 250 if (os.cpu_count() or 1) >= 4 else 0
 
 

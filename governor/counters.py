@@ -85,7 +85,8 @@ def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
 LENT_NS = 1_000_000_000
 """Interval over which lent time is computed, in nanoseconds: the time used in it, less the
 guarantee. The arbiter's own count is not used: it includes neither open grants nor time that the
-GPU's own scheduler divides, and it counts time as lent that only makes up for a late guarantee."""
+GPU's own scheduler divides, and it counts as lent any time that only makes up for a late guarantee.
+"""
 
 
 @dataclass
@@ -188,7 +189,7 @@ contain nonsense."""
 
 
 class Rates:
-    """A container's rates on a GPU over the last two seconds, in percent of that time.
+    """A container's rates on a GPU over the last two seconds, as percentages of that time.
 
     A reading that comes less than LEAST_NS after the last kept one is not kept. Rates are computed
     from the newest kept reading that is at least RATE_NS old or, if there is none, from the oldest.

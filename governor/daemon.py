@@ -121,7 +121,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Add the configured MPS daemons; a GPU accepts no containers until its daemon runs."""
+    """Add the configured MPS daemons; a GPU accepts no containers until its daemon is running."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -142,7 +142,7 @@ def _release_mps(server: Server, mps: Mps) -> None:
 
 LOCK = "governor.lock"
 """Lock file in the runtime directory, mode 0600. The directory itself is not locked, because any
-user can open and lock it, and so prevent the governor's start."""
+user can open and lock it, and so prevent the governor from starting."""
 SOCKET = "governor.sock"
 
 
@@ -159,7 +159,7 @@ def _open_lock(directory: Path) -> int:
 
 
 def _take_lock(lock: int, directory: Path) -> None:
-    """Lock a directory for this governor; raise BlockingIOError if another governor runs there.
+    """Lock a directory for this governor; raise BlockingIOError if another is running there.
 
     A governor that answers on the socket counts even if it does not hold the lock, because older
     versions lock the directory instead of this file.
@@ -170,7 +170,7 @@ def _take_lock(lock: int, directory: Path) -> None:
         try:
             client.connect(str(directory / SOCKET))
         except BlockingIOError:
-            pass  # the backlog is full, so a governor listens
+            pass  # the backlog is full, so a governor is listening
         except OSError:
             return
     fcntl.flock(lock, fcntl.LOCK_UN)
@@ -201,7 +201,7 @@ async def wait_for_lock(directory: Path, stop: asyncio.Event) -> int | None:
 
 @contextlib.contextmanager
 def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
-    """Listen at `path`; raise GovernorError if a governor runs there.
+    """Listen at `path`; raise GovernorError if another governor is running there.
 
     A file next to the socket is locked. Without the lock, two governors that start at the same time
     would not notice each other, nor would one notice a governor whose socket was removed. `lock` is

@@ -172,7 +172,7 @@ def parse_journal(line: str) -> Event | None:
 
 
 def journal_command(since: str | None, *, follow: bool) -> list[str]:
-    """Return the command that prints Tidegate's lines of the journal."""
+    """Return the command that prints Tidegate's lines from the journal."""
     # Without --all, a message of more than 4096 bytes, such as a plan, is shown as `null`.
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json"]
     command += [f"--since={since}"] if since else []

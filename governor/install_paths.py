@@ -50,7 +50,7 @@ def control_dir() -> Path:
 
 
 def shared_file(name: str) -> Path | None:
-    """Return the path of a file of packaging/, or None if it is missing."""
+    """Return the path of a file in packaging/, or None if it is missing."""
     if is_checkout():
         directories = [CODE / "packaging"]
     elif is_wheel():

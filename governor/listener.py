@@ -58,7 +58,7 @@ class Listener:
         pace: RateLimiter,
         serve: Callable[[socket.socket], Coroutine[None, None, None]],
     ) -> None:
-        """Listen at `path`; `serve` is called with each connection and has to close it."""
+        """Listen on `path`; `serve` is called with each connection and has to close it."""
         self._path, self._pace, self._serve = path, pace, serve
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None

@@ -106,7 +106,7 @@ class Members(Sequence[Member]):
     def kill(self) -> None:
         """Kill each first process, and with it its pid namespace.
 
-        Raise OSError if none could be killed. All are killed, because they have a common account.
+        Raise OSError if none could be killed. All are killed, because they share an account.
         """
         failed: list[OSError] = []
         for member in self:

@@ -16,7 +16,7 @@ LINES = 64
 class RateLimiter:
     """A rate with a burst: `burst` events at once, then one every `each_s` seconds.
 
-    Times are seconds on a monotonic clock.
+    Times are in seconds on a monotonic clock.
     """
 
     def __init__(self, each_s: float, burst: int) -> None:

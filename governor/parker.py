@@ -45,8 +45,8 @@ resident: others must not wait for that report for ever."""
 WAIT_NS = 30_000_000_000
 """A wait for room on the GPU that takes longer is logged."""
 UNKNOWN = 1 << 62
-"""Larger than any quota. It is used for the memory that a container keeps if it was found leaving,
-until the container has left and the actual value is known."""
+"""Larger than any quota. It is used for the memory that a container keeps if it was already leaving
+when it was found, until the container has left and the actual value is known."""
 SAMPLE_NS = 5_000_000_000
 """Longest wait of a new governor for the first sample of the containers that it finds."""
 
@@ -228,7 +228,7 @@ class Parker:
 
     @staticmethod
     def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
-        """Return where the memory is of a container that is new, or that a new governor found."""
+        """Locate the memory of a container that is new, or that a new governor found."""
         place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
         if not is_ordered and report.n_parked == report.n_processes:
             place = Whereabouts.PARKED

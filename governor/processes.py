@@ -21,7 +21,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Identity(NamedTuple):
-    """A process: its pid, and its start time in clock ticks since the boot."""
+    """A process: its pid, and its start time in clock ticks since boot."""
 
     pid: int
     start: int
@@ -47,14 +47,14 @@ def boot_id() -> str:
 
 
 def start_time(pid: int, proc: Path = PROC) -> int | None:
-    """Return a process's start time in clock ticks since the boot, or None if it is gone."""
+    """Return a process's start time in clock ticks since boot, or None if it is gone."""
     with contextlib.suppress(OSError):
         return _read_start_time(pid, proc)
     return None
 
 
 def _read_start_time(pid: int, proc: Path = PROC) -> int | None:
-    """Return the same as `start_time`; raise OSError if there is no file descriptor or memory."""
+    """Return the same as `start_time`; raise OSError for lack of a file descriptor or memory."""
     try:
         text = (proc / str(pid) / "stat").read_bytes()
         # The name is in parentheses and may itself contain some. Field 22 is the 20th after it.

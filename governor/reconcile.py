@@ -36,11 +36,12 @@ SOON_NS = 20_000_000
 """Minimum interval between two samples of a GPU, in nanoseconds."""
 SETTLE_S = 0.01
 """Time from a process's announcement to the sample, in seconds. The process is about to allocate,
-and a sample amid allocations counts some of them twice until the next one. It is also the shortest
-interval between two checks of the ledgers: a process can send announcements at any rate."""
+and a sample taken amid allocations counts some of them twice until the next one. It is also the
+shortest interval between two checks of the ledgers: a process can send announcements at any
+rate."""
 POLL_S = SAMPLE_NS / 1e9
-"""Longest interval between two checks for a sample that is due, in seconds. A process that waits
-for one, and a container that is admitted, end it."""
+"""Longest interval between two checks for a sample that is due, in seconds. The interval ends
+early when a process begins to wait for a sample, or when a container is admitted."""
 ALONE_NS = 5_000_000_000
 """Interval at which NVML is called for a GPU without containers, to detect a failure, in ns."""
 
@@ -90,14 +91,14 @@ class Unattributed:
 
 
 class SampleWaiters(Protocol):
-    """The runner of a GPU's arbiter, which knows whether a process waits for a sample."""
+    """The runner of a GPU's arbiter, which knows whether a process is waiting for a sample."""
 
     @property
     def due_fd(self) -> int:
         """A descriptor that becomes readable when a process begins to wait."""
 
     def due(self) -> bool:
-        """Return whether a process waits, because the driver took memory that only NVML shows."""
+        """Return whether a process is waiting: the driver took memory that only NVML shows."""
 
 
 @dataclass
@@ -132,7 +133,7 @@ class _Watch:
     def wait_ns(self, server: Server, waiting: SampleWaiters, now_ns: int) -> int:
         """Return the time until a sample may be due; 0 if one is due now.
 
-        It is due when the interval is over, or a process waits for it.
+        It is due when the interval is over, or a process is waiting for it.
         """
         passed = now_ns - self.last_ns
         if passed >= SAMPLE_NS:

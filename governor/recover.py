@@ -1,4 +1,4 @@
-"""Find the containers that run when a governor starts, from the stored state and from /proc.
+"""Find the containers running when a governor starts, from the stored state and from /proc.
 
 The state identifies containers and processes by pid and start time. If the state was damaged,
 what it lacks is found through the mounts and mappings of the running processes.
@@ -128,7 +128,7 @@ class _Search:
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
     def known(self, row: ContainerRow) -> FoundContainer | None:
-        """Return a container that the state lists, if it was confirmed and still runs."""
+        """Return a container that the state lists, if it was confirmed and is still running."""
         living = [
             (member, pidfd)
             for member in row.members

@@ -36,7 +36,7 @@ class Reservations:
         self._strike(request.get("replaces", ""))
         if len(self._reserved) >= MAX_RESERVED:
             raise RefusedError(
-                f"{MAX_RESERVED} reservations wait for their containers",
+                f"{MAX_RESERVED} reservations are waiting for their containers",
                 hint=f"try again in {RESERVED_S:g} s",
             )
         token = secrets.token_hex(16)

@@ -34,7 +34,8 @@ START_S = 3.0
 """Longest wait for GPUs to be tested and steered before containers are admitted, in seconds. A hook
 waits for 5 s. A test takes half of that time, and cannot be run once containers are at work."""
 TURN_S = 0.1
-"""Interval at which a test that waits for its turn checks whether the governor is ending, in s."""
+"""Interval at which a test that is waiting for its turn checks whether the governor is shutting
+down, in seconds."""
 
 
 def _n_at_once() -> int:
@@ -61,7 +62,7 @@ class RunnerMaker:
     """The driver's own library, with which a GPU is tested."""
     together: GangCoordinator
     turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_n_at_once()))
-    """Taken during a test."""
+    """Held during a test."""
 
     def make(self, device: Device) -> Runner:
         """Return a GPU's runner; it uses the GPU's own scheduler if configured and possible.

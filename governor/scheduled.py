@@ -20,7 +20,7 @@ def shares_of(quota: Quota) -> tuple[int, int]:
 
 
 class Scheduled:
-    """One container at the runners of its GPUs, from `start` to `close`."""
+    """One container's entries in the runners of its GPUs, from `start` to `close`."""
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         self._runners = list(runners)

@@ -1,8 +1,8 @@
 """Create a container's two shared pages, or find them again for a running container.
 
-The grant page is a file that only the governor writes, so an invalid one is damaged. The ledger is
-a memfd, without a path, that the container's processes have mapped. It is found through one of
-these processes, which may have mapped other files under the same name.
+The grant page is a file that only the governor writes, so if it is invalid, it has been damaged.
+The ledger is a memfd, without a path, that the container's processes have mapped. It is found
+through one of these processes, which may have mapped other files under the same name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Explain in one line why a quota does not fit: what is short, where, and what would fit.
 
 The module is pure, like the allocation table, which calls it. To keep the line readable on a node
-with many GPUs, it names the GPU that lacks least, and counts the others.
+with many GPUs, it names the GPU with the smallest shortfall, and counts the others.
 """
 
 from __future__ import annotations

@@ -132,9 +132,9 @@ class Slots:
     def take_over(
         self, rows: Iterable[tuple[ProcessRow, int]], usage: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Keep the slots of processes that still run; clear the others with their charges.
+        """Keep the slots of processes that are still running; clear the others with their charges.
 
-        Each row comes with the process's pidfd. `usage` are the entries of the grant page.
+        Each row comes with the process's pidfd. `usage` contains the entries of the grant page.
         """
         known = {(entry["pid"], entry["start_us"]): entry for entry in usage}
         for row, pidfd in rows:
@@ -167,7 +167,7 @@ class Slots:
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
     def announce(self) -> None:
-        """Tell the runners, once these exist, which processes were taken over."""
+        """Tell the runners, once they exist, which processes were taken over."""
         for process in self._processes.values():
             self._announce(process)
 
@@ -260,8 +260,8 @@ class Slots:
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
         process = self._identify(slot, pid, own)
-        # The row is stored before the slot is in use: a used slot without a row would look like a
-        # damaged state.
+        # The row is stored before the slot is in use: a slot in use without a row would look like
+        # damage to the state.
         self._state.register(
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )

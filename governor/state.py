@@ -1,9 +1,9 @@
 """Persistent state of the governor: claims, containers and their processes, in SQLite.
 
 The database is in WAL mode. An answer is sent only after the row that it promises has been written,
-so the next governor knows every promise of one that was killed. Writes do not wait for the disk
-(fsync): the kernel keeps the writes of a killed process, and after a loss of power the processes
-that they describe are gone as well.
+so if a governor is killed, the next one knows every promise that it made. Writes do not wait for
+the disk (fsync): the kernel keeps the writes of a killed process, and after a loss of power the
+processes that they describe are gone as well.
 
 The model in memory is authoritative. While the file cannot be written (for example, on a full
 disk), requests that can be refused are refused. Events that have happened (a process started or
@@ -512,8 +512,8 @@ class State:
 def _quota_values(quota: Quota) -> list[int | str]:
     """Return the values that make up a `Quota`.
 
-    Defaults at the end are omitted, so that an older governor that does not know these values can
-    read the row.
+    Defaults at the end are omitted, so that an older governor that does not support these values
+    can read the row.
     """
     values: list[int | str] = [quota.memory, quota.compute, quota.compute_limit]
     if quota.parking:

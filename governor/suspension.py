@@ -4,12 +4,12 @@ A suspended container has nothing on the GPU: the contents of its memory are in 
 contexts are gone. Its processes run until they call the driver, and then wait. Its quota stays
 allocated, so it can be resumed at any time.
 
-Before the driver's calls are made (`checkpoint_work`), the container has to be idle: launches that
-are held on the GPU wait for a grant, and channels that are switched off do not finish their work.
-So holding is disabled first, and the launches that are already held get another grant. Then the
-container gets no more grants, and its processes are not steered until the calls have ended. Work
-that depends on another GPU or another process may be unable to finish in this state. The container
-is then allowed to run for a moment, and the suspension is tried again.
+Before the driver's checkpoint functions are called (`checkpoint_work`), the container has to be
+idle: launches that are held on the GPU wait for a grant, and channels that are switched off do not
+finish their work. So holding is disabled first, and the launches that are already held get another
+grant. Then the container gets no more grants, and its processes are not steered until the calls
+have returned. Work that depends on another GPU or another process may be unable to finish in this
+state. The container is then allowed to run for a moment, and the suspension is tried again.
 
 The state is stored as suspended before the first call, and as running after the last one. If the
 governor ends in between, the next one shows the container as suspended, and `resume` continues from
@@ -59,14 +59,15 @@ END_S = 5.0
 """Longest wait for the end of the process that makes the calls, after it was killed, in seconds."""
 EXTRA_S = 60.0
 SLOWEST = 500_000_000
-"""Time for the driver's calls: EXTRA_S seconds, plus one for each SLOWEST bytes of memory. An H200
-(driver 580) moves 2 GB/s out and 5 GB/s back."""
+"""Time allowed for the checkpoint calls: EXTRA_S seconds, plus one second per SLOWEST bytes of
+memory. An H200 (driver 580) moves 2 GB/s out and 5 GB/s back."""
 
 
 class WorkError(Exception):
-    """The driver's calls failed; the message is one line.
+    """The checkpoint calls failed; the message is one line.
 
-    `undone` is true if all processes run as before, `busy` if work of one of them did not end.
+    `undone` is true if all processes are running as before, `busy` if work of one of them did not
+    finish.
     """
 
     def __init__(self, message: str, *, undone: bool = False, busy: bool = False) -> None:
@@ -153,7 +154,7 @@ class Suspender:
         self._refuse(container)
         began = time.monotonic()
         # Even if it does not count as suspended, its processes may be: the state may have been
-        # lost, or the driver's calls made by another program.
+        # lost, or another program may have made the checkpoint calls.
         before, container.suspension = container.suspension, "resuming"
         used = sum(container.account.memory(i).used for i in range(len(container.devices)))
         try:
@@ -186,7 +187,7 @@ class Suspender:
             )
         if container.strategy == "mps":
             raise RefusedError(
-                "the container shares its GPU by MPS, whose clients the driver cannot checkpoint",
+                "the container uses MPS, and the driver cannot checkpoint clients of MPS",
                 hint="use strategy timeslice",
             )
         if container.findings.frozen:
@@ -195,7 +196,10 @@ class Suspender:
             )
 
     async def _end_holds(self, container: Container) -> None:
-        """Wait until no launch is held: a GPU is idle, openly granted, or had N_GRANTS grants."""
+        """Wait until no launch is held.
+
+        That is when each GPU is idle, is openly granted, or has had N_GRANTS grants.
+        """
         until = time.monotonic() + GRANTS_S
         granted = [i for i in range(len(container.devices)) if not container.gpus.is_steered(i)]
         before = {i: int(container.gpus.stats(i).grants) for i in granted}
@@ -268,7 +272,7 @@ class Suspender:
         memory: int,
         wait_s: float,
     ) -> int:
-        """Make the driver's calls, and return the number of processes that they were made for."""
+        """Make the checkpoint calls, and return for how many processes they were made."""
         named = [f"{one.pid}:{one.start}" for one in processes]
         if not named:
             return 0
@@ -328,7 +332,7 @@ def _read(output: bytes) -> int:
 
 
 def _failed(event: str, container: Container, e: WorkError, hint: str) -> RefusedError:
-    """Log that the driver's calls failed, and return the error for the caller."""
+    """Log that the checkpoint calls failed, and return the error for the caller."""
     log.warning(event, container=container.identifier, error=str(e))
     done = event.removeprefix("container-not-")
     error = RefusedError(f"the container cannot be {done}: {e}", hint=hint)

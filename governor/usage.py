@@ -1,4 +1,4 @@
-"""Compute a process's use of a GPU: its memory, from the ledger and NVML, and its part of the time.
+"""Compute a process's use of a GPU: memory, from the ledger and NVML, and its share of the time.
 
 The module is pure: it uses no clock or driver. The container writes the ledger, so memory and time
 from it are bounded here before they are used. Units are bytes, nanoseconds and percent.
@@ -44,14 +44,14 @@ class Charge(NamedTuple):
     returned: int = 0
     contexts: int = 0
     moving: int = 0
-    """Bytes that calls in progress allocate or free: the sum of the values that were read before
-    and after `memory`."""
+    """Bytes that calls in progress are allocating or freeing: the sum of the values that were read
+    before and after `memory`."""
     pooled: int = 0
     taking: int = 0
     shrunk: int = 0
     told: int = 0
-    """Total of the bytes that, as the process reported, the driver took by itself, less those that
-    it gave back.
+    """Total number of bytes that the driver took by itself, less those that it gave back, as
+    reported by the process.
     """
     asked_ns: int = 0
     returned_before: int = 0
@@ -61,7 +61,7 @@ class Charge(NamedTuple):
     unseen_before: int = 0
     """The same for `unseen`."""
     took: int = 0
-    """Total of the bytes that, as the process reported, the driver took by itself."""
+    """Total number of bytes that the driver took by itself, as reported by the process."""
 
     def used(self, overhead: int, since_ns: int) -> int:
         """Return the bytes in use, if the last sample, at `since_ns`, found `overhead`.
@@ -156,10 +156,11 @@ class Debt:
 
     If pools are in use, a single sample hardly limits the upper bound: pools may have freed memory
     without the process noticing. But the process queries them ten times a second. The reductions
-    that it has found since an earlier sample include all that pools lacked at the time of that
-    sample.
+    that it has found since an earlier sample include all memory that the pools had already freed,
+    unnoticed, at the time of that sample.
 
-    NVML may not list a new context immediately. For a short time it counts with its expected size.
+    NVML may not list a new context immediately. For a short time such a context counts at its
+    expected size.
     """
 
     def __init__(self) -> None:
@@ -310,7 +311,7 @@ class Meter(Generic[Key]):
         new = {
             key: min(max(0, value - reported.get(key, 0)), passed) for key, value in busy.items()
         }
-        # The trace is read once per step, so what is read at once may be of a longer time.
+        # The trace is read once per step, so one reading may cover a longer time.
         held_since = max(0, held_ns - held_before)
         self._looks.append((now_ns, new, held_since if is_traced else min(held_since, passed)))
         self._before = (now_ns, dict(busy), held_ns)
@@ -326,7 +327,7 @@ class Meter(Generic[Key]):
         looks = list(self._looks)[1:]
         held = 100.0 * min(1.0, sum(held for _, _, held in looks) / window)
         keys = {*busy}
-        if is_traced:  # what a process used that has ended is not divided among the others
+        if is_traced:  # the time of a process that has ended is not divided among the others
             keys |= {key for _, new, _ in looks for key, value in new.items() if value}
         parts = {key: 100.0 * sum(new.get(key, 0) for _, new, _ in looks) / window for key in keys}
         total, parts = (_divide if is_traced else _at_most)(held, parts)
@@ -347,7 +348,7 @@ def _divide(total: float, parts: dict[Key, float]) -> tuple[float, dict[Key, flo
 
 
 def of_limit(part: float, compute_limit: int) -> int:
-    """Return a percentage of the GPU as whole percent of a cap, at most 100."""
+    """Return a percentage of the GPU as a whole percentage of a cap, at most 100."""
     return min(100, round(part * 100 / compute_limit)) if compute_limit else 0
 
 
@@ -361,7 +362,7 @@ def lent_of(used: float, guarantee: float, limit: float) -> float:
 
 
 def sampled_percent(samples: Sequence[ProcessUse], pids: frozenset[int]) -> dict[int, int]:
-    """Return NVML's percentage for each of these processes, on average over its samples.
+    """Return NVML's percentage for each of these processes, averaged over its samples.
 
     NVML samples a few times a second and omits idle processes, so a process that works in bursts is
     shown with its use during the bursts.

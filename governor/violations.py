@@ -42,7 +42,7 @@ UNREGISTERED_SUM_NS = 500_000_000
 SUM_LOOKS = 3
 """Minimum number of samples in a sum."""
 SAMPLE_NS = 250_000_000
-"""Maximum time for which one sample counts in a sum."""
+"""Maximum time for which one sample counts towards a sum."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
 wrong, because NVML's list comes from one call. If it is, the error is at most the allowed memory,
@@ -57,7 +57,7 @@ GPU or reported work, samples may still show that work."""
 SAMPLES = 3
 SAMPLED_NS = 400_000_000
 """Minimum number of samples, and the minimum time that they span, to show that a container without
-a grant works."""
+a grant is working."""
 EVIDENCE_NS = 2_500_000_000
 """Samples older than this are forgotten."""
 WORKLESS_NS = 2_000_000_000
@@ -105,7 +105,7 @@ class Facts:
     """The processes that compute without having registered."""
     samples: Sequence[ProcessSample] = ()
     idle: bool = False
-    """Whether the container had no grant, and reported no work, since the previous sample."""
+    """Whether the container has had no grant, and reported no work, since the previous sample."""
     frozen: bool = False
     """Whether the governor has frozen the container, so that a lack of evidence proves nothing."""
 
@@ -161,7 +161,7 @@ class Findings:
         self.counts = [Counter() for _ in range(self.n_devices)]
 
     def add(self, episode: Episode) -> None:
-        """Add a violation that begins; if there are too many, drop the oldest that is over."""
+        """Add a violation that has begun; if there are too many, drop the oldest that is over."""
         self.episodes.append(episode)
         if len(self.episodes) > MAX_EPISODES:
             over = next((one for one in self.episodes if one.ended is not None), None)
@@ -261,7 +261,7 @@ class _Sum:
 
 
 class _Working:
-    """Whether NVML's samples name a container that, by its ledger, did no work.
+    """Whether NVML's samples name a container that, according to its ledger, did no work.
 
     Under contention a sample names one process, with nearly all of the GPU, so the percentage means
     little. But a process that is named did work, although its container has had no grant for longer

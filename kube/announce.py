@@ -66,7 +66,7 @@ class Announcer:
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """Announce what a claim waits for, and for how many seconds the driver retries it."""
+        """Announce what a claim is waiting for, and for how many seconds the driver retries it."""
         suffix = f"; the driver retries for {seconds:.0f} s"
         message = str(error)[: MESSAGE - len(suffix)] + suffix
         self._say(reference, document, "PrepareWaiting", message)

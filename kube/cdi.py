@@ -69,7 +69,7 @@ class Directory:
                 new.unlink(missing_ok=True)
             raise CdiError(
                 f"{path}: {e.strerror}",
-                hint="free disk space, or make the directory writable for the driver",
+                hint="free disk space, or make the directory writable by the driver",
             ) from e
         return True
 

@@ -98,7 +98,7 @@ class AllocatedClaim:
                     "compute": share.compute,
                     "compute_limit": share.compute_limit,
                     "strategy": share.strategy,
-                    # Governors of older versions do not know classes, or parking.
+                    # Older governors support neither classes nor parking.
                     **({"class": share.work_class} if share.work_class == "latency" else {}),
                     **({"parking": share.parking} if share.parking == "never" else {}),
                 }
@@ -130,7 +130,7 @@ def _read_claim(
     uid = (document.get("metadata") or {}).get("uid")
     if uid != reference.uid:
         raise ClaimError(
-            f"{reference} has the uid {uid}, but the kubelet prepares {reference.uid}",
+            f"{reference} has the uid {uid}, but the kubelet is preparing {reference.uid}",
             hint="the claim was deleted and created again; recreate the pod as well",
         )
     allocation = (document.get("status") or {}).get("allocation")

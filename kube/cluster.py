@@ -1,9 +1,9 @@
 """Makes all of the DRA driver's calls to the Kubernetes API server, through the official client.
 
-Objects are plain JSON as on the wire, so fields that the client's model does not know yet are kept.
-The client's classes of the API groups are not used: for models of all the objects of Kubernetes,
-they take two seconds of processor time at each start and 22 MB. They also call through pydantic's
-Rust code. If the interpreter ends while a thread is in such a call, the process aborts.
+Objects are plain JSON as on the wire, so fields that the client's models do not have yet are kept.
+The client's classes for the API groups are not used: they load models of all Kubernetes objects,
+which takes two seconds of processor time at each start and 22 MB. Their calls also go through
+pydantic's Rust code. If the interpreter exits while a thread is in such a call, the process aborts.
 
 Every failure is a ClusterError.
 """

@@ -36,7 +36,7 @@ WRITTEN = (
     *("hami.io/vgpu-", "hami.io/bind-", "hami.io/mutex"),
     *("tencent.com/predicate-", "tencent.com/gpu-assigned", "tencent.com/vcuda-device"),
 )
-"""Prefixes of annotations that a scheduler writes on a pod when it places it."""
+"""Prefixes of annotations that a scheduler writes to a pod when it places the pod."""
 
 NO_COUNTERPART = {
     "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",

@@ -6,7 +6,7 @@ the governor knows, and a missing one is created when the kubelet asks again. A 
 over from a claim that was taken back is of no use, because the governor no longer knows the claim,
 and is removed when the kubelet asks again or the claims are reconciled.
 
-A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. Therefore a
+A kubelet that was refused asks again only at the pod's next resync, 60 to 90 s later. Therefore a
 call waits for temporary conditions to pass: a governor or an API server that is being restarted, or
 a previous container that is still ending. It waits without a lock, so that other calls proceed,
 even those for the same claim.
@@ -152,7 +152,7 @@ class ClaimDriver:
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
         self._changed = threading.Condition()
-        """Notified when a condition that a call waits for may have passed.
+        """Notified when the condition that makes a call wait may have passed.
 
         It guards the next two attributes.
         """
@@ -161,7 +161,7 @@ class ClaimDriver:
 
     @contextlib.contextmanager
     def _alone(self, uid: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Let one thread at a time work on a claim, among all drivers of the node."""
+        """Let one thread at a time work on a claim, across all drivers of the node."""
         with self._guard:
             lock, users = self._locks.get(uid, (threading.Lock(), 0))
             self._locks[uid] = (lock, users + 1)
@@ -362,10 +362,10 @@ class ClaimDriver:
     def differs(self) -> bool:
         """Return whether the state differs from the state that the kubelet last got.
 
-        The claims in the governor differ after a start of this driver, after the governor has lost
+        The claims in the governor differ after this driver has started, after the governor has lost
         its database, or if another driver of the node was called. The result is also True if the
-        CDI file of a claim is missing, and False while a call works on a claim. Raise TidegateError
-        if the governor does not answer.
+        CDI file of a claim is missing, and False while a call is working on a claim. Raise
+        TidegateError if the governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks

@@ -2,7 +2,7 @@
 
 For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
 the claim, which its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
-it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
+it tries at that moment seems too large. No cluster event corrects that, so the pod waits for up to
 five minutes. An update of any ResourceSlice, whatever it changes, makes the scheduler try such pods
 again. Therefore an annotation of the slice gets a new value soon after claims are prepared, if a
 GPU still has room.
@@ -32,7 +32,7 @@ retried while the others start: on a cluster of one node, after 2.6 to 4.4 s (af
 delay of 5 s)."""
 INTERVAL_S = 6.0
 """Minimum interval between two updates of a node's slice, in seconds: each makes the scheduler try
-all pods of the cluster that wait for a claim."""
+all pods of the cluster that are waiting for a claim."""
 
 _MARK = re.compile(r"([0-9]{1,18})-([0-9a-f]{16})")
 

@@ -1,7 +1,7 @@
 """Serves the kubelet's gRPC calls on two sockets, one for registration and one for the driver.
 
 A socket that was removed is created again (`Endpoints.poll`): the kubelet forgets a plugin when its
-socket is removed, and finds the plugin again with the new socket.
+socket is removed, and finds the plugin again through the new socket.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ANSWER_S = 3.0
 SOCKET_LIMIT = 107
 """Maximum length of a Unix socket's path, in bytes."""
 HAND_OVER_S = 42.0
-"""Longest time in seconds to finish calls if a successor serves; a call waits for 40 s at most."""
+"""Longest time in seconds to finish calls if a successor is serving; a call waits 40 s at most."""
 UNREGISTER_S = 1.5
 """Seconds until the kubelet stops calling: it checks for removed sockets once a second."""
 ABSENT_S = 20.0
@@ -430,7 +430,7 @@ class Endpoints:
         """Finish the running calls, then unregister.
 
         The kubelet aborts the calls to a plugin when its registration socket is removed. If a later
-        instance serves, it gets the new calls, so the calls of this one may continue for up to
+        instance is serving, it gets the new calls, so the calls of this one may continue for up to
         `most` seconds. Otherwise they have `grace` seconds: they may be waiting for a governor that
         starts only with the next pod.
         """

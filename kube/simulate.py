@@ -1,11 +1,11 @@
 """Simulates a cluster of GPU nodes in virtual time, to show the effect of sharing at scale.
 
 This is not a model of GPUs: other tests show whether quotas hold. The simulation records when each
-pod is placed by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks
-another. The search for a node begins where the previous pod's search ended, and stops when enough
-nodes are feasible. The node with the best CPU score wins, as with NodeResourcesFit. On a node the
-first GPU with room is taken, in the ResourceSlice's order, as the allocator of DynamicResources
-does. A GPU's capacities are 100 of `compute` and 100 of `memory`.
+pod is placed according to kube-scheduler's rules. Pods are tried in order of arrival, and none
+blocks another. The search for a node begins where the previous pod's search ended, and stops when
+enough nodes are feasible. The node with the best CPU score wins, as with NodeResourcesFit. On a
+node the first GPU with room is taken, in the ResourceSlice's order, as the allocator of
+DynamicResources does. A GPU's capacities are 100 of `compute` and 100 of `memory`.
 
 Pods that did not fit are retried as soon as another pod ends; a real scheduler waits up to 10 s.
 """

@@ -8,8 +8,8 @@
  * held: the governor clears its slot.
  *
  * No call reports what the driver takes on its own (for a context or a module), but NVML shows it.
- * The governor samples NVML and publishes the amount that exceeds the ledger's sums as
- * `memory_overhead`, as of `reconciled_ns`. Until a later sample, a process reports as
+ * The governor samples NVML and publishes the amount by which NVML's value exceeds the ledger's
+ * sums as `memory_overhead`, as of `reconciled_ns`. Until a later sample, a process reports as
  * `provisional` what it expects the driver to have taken.
  */
 #include "control.h"
@@ -204,8 +204,8 @@ void account_hide(int device, uint64_t size, bool hidden)
 }
 
 /*
- * Notes that a call under way takes or gives back `size` charged bytes. Until account_landed() it
- * is not known whether the driver has them. Called before a claim, and before a block is given
+ * Notes that a call under way is taking or giving back `size` charged bytes. Until account_landed()
+ * it is not known whether the driver has them. Called before a claim, and before a block is given
  * back.
  */
 void account_moves(int device, uint64_t size, bool unseen)
@@ -262,8 +262,8 @@ bool account_try(int device, uint64_t size, bool unseen)
     if (size > limit || unlikely(pages_denied()))
         return false;
     account_moves(device, size, unseen);
-    /* Two processes that reserve at the same time may see each other and both step back although
-     * one of them fits. So each of them tries a few more times before it gives up. */
+    /* Two processes that reserve at the same time may see each other and both back off although one
+     * of them would fit. So each of them tries a few more times before it gives up. */
     for (int attempt = 0;; attempt++) {
         account_add(device, size, unseen);
         if (likely(account_used(device) <= limit))
@@ -279,7 +279,7 @@ bool account_try(int device, uint64_t size, bool unseen)
 }
 
 /* Returns whether more than `slack` bytes beyond the quota are held, once processes that race have
- * stepped back. */
+ * backed off. */
 bool account_over(int device, uint64_t slack)
 {
     for (int attempt = 0; account_used(device) > account_limit(device) + slack; attempt++) {
@@ -363,7 +363,7 @@ static uint64_t account_nap(void)
 /*
  * Claims as soon as there is room, and returns false as soon as it is certain that there is none.
  *
- * A sample that begins while the container allocates leaves open how much the driver took, and
+ * A sample that begins while the container is allocating leaves open how much the driver took, and
  * the published overhead may then be too high. A sample that is due may find that the driver gave
  * memory back. As long as either could make room, this function waits for samples, and requests one
  * if none is due. Meanwhile it claims nothing, because claims that are taken back make a sample

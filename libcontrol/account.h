@@ -14,7 +14,7 @@
  *   context_table.c   the contexts of this process, and the owner of an allocation
  *   modules.c, loads.c, hidden.c   modules and libraries
  *   arrays.c      sizes of arrays
- *   memory.c      memory of other processes, opened by CUDA IPC
+ *   memory.c      memory of other processes, opened through CUDA IPC
  */
 #pragma once
 
@@ -120,7 +120,7 @@ void account_landed(int device, uint64_t size, bool unseen);
 uint64_t account_moves_all(int device);
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen);
 void account_shrunk(int device, uint64_t size, bool unseen);
-uint64_t account_returned(int device); /* bytes that its processes have ever given back */
+uint64_t account_returned(int device); /* total bytes that its processes have given back */
 void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);

@@ -106,7 +106,7 @@ void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uin
 /*
  * Passes over a container that has shown no sign of life since `since`. The ledger of a container
  * that is stopped or frozen still requests the GPU. Such a container is granted nothing until it
- * has shown that it runs, unless no other container wants the GPU.
+ * has shown that it is running, unless no other container wants the GPU.
  */
 static void pass_over(struct tenant *t, uint64_t since)
 {
@@ -194,7 +194,7 @@ void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
         t->busy_seen = t->busy_told;
 }
 
-/* Records that the holder still watches running work of this grant, and so is not stuck. */
+/* Records that the holder is still watching running work of this grant, and so is not stuck. */
 void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
 {
     if (alive_ns > arbiter->alive)
@@ -271,13 +271,14 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
 }
 
 /*
- * Returns when the grant is taken from a holder that does not give it back. The arbiter waits for a
- * lent grant no longer than `overdue_ns`, because another container may be owed that time.
+ * Returns when the grant is taken from a holder that does not give it back. The arbiter waits no
+ * longer than `overdue_ns` for a lent grant to be given back, because another container may be owed
+ * that time.
  *
  * Work that is not waited for continues alongside the next holder's, and is charged
  * (arbiter_accrue()). The wait is bounded for all containers of the GPU together: otherwise several
- * containers that hold their grants one after the other could keep the rest waiting for longer than
- * any one of them may.
+ * containers that hold on to their grants one after the other could keep the rest waiting for
+ * longer than any one of them may.
  */
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
@@ -377,7 +378,7 @@ static void regain_patience(struct arbiter *arbiter, uint64_t now)
  * Returns the tenant that is expected to hold the GPU next, and in `beginsp` when its grant begins.
  *
  * The holder may be named if others want the GPU but have to wait longer: it then prepares its next
- * grant while its queue is full. If it is alone, it has the time until its next grant for that.
+ * grant while its queue is full. If it is alone, it has until its next grant to do so.
  */
 static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t *beginsp)
 {

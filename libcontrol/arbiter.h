@@ -28,8 +28,8 @@
 struct arbiter_config {
     uint64_t quantum_ns; /* length of one grant */
     uint64_t most_ns;    /* longest grant, where idle time does not pay for the hand-overs */
-    /* A grant is taken away when both its end and the holder's last sign of life are `overdue_ns`
-     * ago, or when it has been overdue for `longest_ns`, whatever the holder reports. */
+    /* A grant is taken away when both its end and the holder's last sign of life lie `overdue_ns`
+     * in the past, or when it has been overdue for `longest_ns`, whatever the holder reports. */
     uint64_t overdue_ns;
     uint64_t longest_ns;
     uint64_t lead_ns;     /* the next holder is decided this long before the end of a grant */
@@ -79,7 +79,7 @@ enum arbiter_role {
 struct arbiter_turn {
     enum arbiter_role role;
     bool unasked;      /* it gets the grant before it requests the GPU, because it is expected to */
-    bool contended;    /* another container waits for the end of the turn, on any of its GPUs */
+    bool contended;    /* another container is waiting for the turn to end, on any of its GPUs */
     uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
 };
 
@@ -88,8 +88,8 @@ struct arbiter_standing {
     bool want;
     bool holds;
     bool lent;         /* GPU time granted now would be lent */
-    bool rivals;       /* another container that is eligible by the end of this grant waits */
-    bool others;       /* another container waits, eligible or not */
+    bool rivals;       /* another container is waiting, and is eligible by the end of this grant */
+    bool others;       /* another container is waiting, eligible or not */
     bool whole;        /* its cap is the whole GPU */
     bool may_continue; /* its own quota allows it to continue after its grant */
     bool stuck;        /* another container holds the GPU past the end of its grant */

@@ -12,7 +12,7 @@ struct tenant {
     bool used;
     bool want;
     bool absent;      /* it requests the GPU but does not use its grants: see pass_over() */
-    uint64_t sign_ns; /* when it last showed that it runs */
+    uint64_t sign_ns; /* when it last showed that it was running */
     double guarantee; /* of the GPU, 0..1 */
     double limit;
     double owed_at;   /* theoretical arrival time at the guaranteed rate */
@@ -31,7 +31,7 @@ struct tenant {
     double overhead;          /* estimate of what a grant loses to the hand-over */
     double length;            /* average time for which it holds a grant that is not open */
     double nap;               /* average sleep between two pieces of work; 0: its sleeps are long */
-    bool overruns;            /* according to its ledger, work of a past grant still runs */
+    bool overruns;            /* according to its ledger, work of a past grant is still running */
     uint64_t overran;         /* when the last overrun ended */
     uint64_t overran_grants;  /* number of its grants when the last overrun began */
     struct arbiter_turn turn; /* of a container with several GPUs */
@@ -46,8 +46,8 @@ struct arbiter {
     uint32_t epoch;
     uint32_t newest; /* number of the latest grant, including those of an earlier arbiter */
     uint64_t start, deadline;
-    bool beside;       /* the previous holder's work may run alongside the first of this grant */
-    uint64_t alive;    /* when the holder last reported that its work still runs */
+    bool beside;       /* the previous holder's work may run alongside this grant's first work */
+    uint64_t alive;    /* when the holder last reported that its work was still running */
     uint64_t gpu_free; /* when the previous holder's work ended */
     uint64_t accrued;  /* time up to which work that outlasts its grant has been charged */
     double shared;     /* part of this grant that was charged to such work of others */

@@ -118,7 +118,7 @@ void arbiter_align(struct arbiter *arbiter, uint64_t at)
 }
 
 /* Keeps the GPU until `until` for a container in its turn, which may need it again in a moment
- * while its work on another GPU waits. */
+ * while its work on another GPU is waiting. */
 void arbiter_keep(struct arbiter *arbiter, uint64_t until)
 {
     arbiter->kept = until;
@@ -131,8 +131,8 @@ void arbiter_stop(struct arbiter *arbiter, uint64_t now)
         arbiter_end_grant(arbiter, now, SEVERAL);
 }
 
-/* Takes the grant away. The holder is blocked on a container that itself waits for this grant, so
- * the arbiter does not wait for the holder. */
+/* Takes the grant away. The holder is blocked on a container that is itself waiting for this grant,
+ * so the arbiter does not wait for the holder. */
 void arbiter_take(struct arbiter *arbiter, uint64_t now)
 {
     if (arbiter->holder == ARBITER_NONE)

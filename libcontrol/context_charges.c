@@ -2,8 +2,8 @@
  * Charges what a context of any kind takes, at its creation and later, and refunds what ends with
  * it.
  *
- * Every context takes several hundred megabytes that no allocation shows. They are claimed before
- * the driver creates the context and are provisional afterwards, until NVML has been sampled
+ * Every context takes several hundred megabytes that no allocation accounts for. They are claimed
+ * before the driver creates the context and are provisional afterwards, until NVML has been sampled
  * (account.c).
  */
 #include "contexts.h"

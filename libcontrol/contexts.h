@@ -16,7 +16,7 @@ struct context {
     uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 };
 
-#define MAX_CONTEXTS 1024 /* places in the table: no GPU has memory for so many contexts */
+#define MAX_CONTEXTS 1024 /* places in the table: no GPU has memory for that many contexts */
 
 /* The first OWNER_LAST places also have owner numbers, counted from 1. Places are taken and given
  * back under the lock. */

@@ -1,7 +1,7 @@
 /*
  * Gates or counts copies and fills. Those within the GPU's memory are work, like kernels, and pass
  * the gate. Those to and from the host are only counted, and so are small copies by calls that do
- * not name the direction, because the driver would have to be queried for it.
+ * not specify the direction, because the driver would have to be queried for it.
  *
  * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
  * rate is 2 TB/s for a copy and 4 TB/s for a fill.
@@ -75,8 +75,8 @@ void copy_note_small(void)
 
 /* ---- size and direction of a copy ---- */
 
-/* The driver knows host memory only if it is pinned, so memory that it does not know counts as host
- * memory. */
+/* The driver knows of host memory only if it is pinned, so memory that it does not know of counts
+ * as host memory. */
 static bool copy_on_device(CUdeviceptr address)
 {
     struct parking_block parked; /* the driver does not know the address of a parked block */
@@ -98,7 +98,7 @@ struct copy copy_any(CUdeviceptr to, CUdeviceptr from, uint64_t bytes)
     return copy;
 }
 
-/* Classifies a copy by the memory types that the structures of 2D and 3D copies name. */
+/* Classifies a copy by the memory types that the structures of 2D and 3D copies specify. */
 static struct copy copy_typed(unsigned to, CUdeviceptr to_address, unsigned from,
                               CUdeviceptr from_address, uint64_t bytes)
 {

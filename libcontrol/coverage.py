@@ -86,8 +86,8 @@ def read_declarations(header: Path) -> frozenset[str]:
     """
     text = COMMENT.sub("", header.read_text(encoding="utf-8", errors="replace"))
     public, _, as_exported = text.partition(AS_EXPORTED)
-    # The macro cuGraphInstantiate stands for one of two functions. Both are declared by their own
-    # names.
+    # The macro cuGraphInstantiate stands for one of two functions. Both are declared under their
+    # own names.
     macros = {name: (target, form) for name, form, target in DEFINED.findall(public)}
     names = set(DECLARED.findall(as_exported))
     for name in DECLARED.findall(public):

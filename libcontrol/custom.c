@@ -224,9 +224,9 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
                (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
                streamCigCaptureParams)
 
-/* A capture that this call could not end continues. For a capture to a graph, the driver is
- * queried, because some errors end the capture. A capture to a command list is ended only by a
- * different call. */
+/* If this call could not end the capture, the capture continues. For a capture to a graph, the
+ * driver is queried, because some errors end the capture. A capture to a command list is ended only
+ * by a different call. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
     bool continues;
@@ -292,7 +292,7 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS 
     CUresult result = CUDA_SUCCESS;
     CUcontext ctx;
 
-    /* The driver accepts one launch for each GPU at most. */
+    /* The driver accepts at most one launch for each GPU. */
     if (numDevices > CUSTOM_N_LAUNCHES)
         return CUDA_ERROR_INVALID_VALUE;
     while (launchParamsList && n_entered < numDevices && result == CUDA_SUCCESS) {

@@ -176,7 +176,7 @@ static bool watch_start(void)
 }
 
 /* Watches the descriptor of an exported allocation, to which the caller holds a reference. Returns
- * 0; or -EPERM if the descriptor cannot be polled, so its end cannot be noticed; or another
+ * 0; or -EPERM if the descriptor cannot be polled, so its closing cannot be noticed; or another
  * negative errno. After an error other than -EPERM, the descriptor counts as open for ever if
  * `for_ever` is true; otherwise the caller has to close it. */
 cold long exports_follow(uint64_t handle, int fd, bool for_ever)

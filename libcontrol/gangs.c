@@ -29,7 +29,7 @@ struct member {
 struct gang {
     bool used;
     bool turn;
-    bool contended;    /* another container waits for the end of the turn */
+    bool contended;    /* another container is waiting for the end of the turn */
     uint64_t end;      /* of the turn; ARBITER_NEVER: open */
     uint64_t quiet_ns; /* when any of its GPUs was last wanted or held */
     uint64_t gpus;     /* all of its GPUs */
@@ -161,7 +161,7 @@ static bool is_gang(const struct gangs *gangs, const struct gang *g)
     return g->used && (g->turn || (gpus & (gpus - 1)));
 }
 
-/* Whether the gang waits for a GPU; with `anew`, for a GPU not yet given back in this turn. */
+/* Whether the gang is waiting for a GPU; with `anew`, for a GPU not yet given back in this turn. */
 static bool wants(const struct gang *g, bool anew)
 {
     for (uint32_t i = 0; i < g->n; i++)
@@ -217,7 +217,7 @@ static uint64_t ready_at(const struct gangs *gangs, const struct gang *g)
     return at;
 }
 
-/* Whether another gang waits for the end of `g`'s turn and may begin by `end`. */
+/* Whether another gang is waiting for the end of `g`'s turn and may begin by `end`. */
 static bool has_rival(const struct gangs *gangs, const struct gang *g, uint64_t end)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
@@ -299,7 +299,7 @@ static void mend_split(struct gangs *gangs, struct gang *g)
     }
 }
 
-/* Lets the turn end if another container waits, and otherwise extends it on all GPUs without a
+/* Lets the turn end if another container is waiting, and otherwise extends it on all GPUs without a
  * drain. */
 static void extend_turn(struct gangs *gangs, struct gang *g)
 {
@@ -486,7 +486,8 @@ static void set_turn(struct gangs *gangs, const struct gang *g, const struct mem
 }
 
 /* Whether a gang still holds a GPU long after the end of its turn, or of its grant if it has no
- * turn, and waits for another GPU. Another gang may hold the other GPU and wait for this one. */
+ * turn, and is waiting for another GPU. Another gang may hold the other GPU and be waiting for this
+ * one. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;

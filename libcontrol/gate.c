@@ -3,13 +3,13 @@
  * as will end by the end of the grant.
  *
  * The governor publishes one word, `deadline_ns`: work may start before it. GRANT_OPEN means that
- * no other container waits and no cap applies; then every launch passes (pass.h). Otherwise a
+ * no other container is waiting and no cap applies; then every launch passes (pass.h). Otherwise a
  * launch passes if, according to the model of the GPU's queue (queue.h), it will end by the end of
  * the grant.
  *
  * A launch that does not fit is submitted nevertheless, and held on the GPU (gate_holds.c). When a
  * grant's worth of work is held, or where a stream cannot be held, launches wait here. Streams that
- * capture are not gated (gate_captures.c).
+ * are capturing are not gated (gate_captures.c).
  */
 #include "gate_parts.h"
 

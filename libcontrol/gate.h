@@ -43,7 +43,7 @@ struct gate {
     uint32_t epoch;
     struct pass *metered; /* launches use it on credit, and are not in the queue yet; or NULL */
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */
-    unsigned n_marking;   /* threads that mark streams which other threads use */
+    unsigned n_marking;   /* threads that are marking streams which other threads use */
     /* Threads with a launch that is not in the queue yet, by the parity of the launch's era. */
     unsigned n_entering[2];
     uint64_t entering_ns; /* when the last of these threads arrived */
@@ -56,14 +56,14 @@ struct gate {
     uint32_t given_up; /* marker behind that work; kept when `given_up_ns` is cleared */
     unsigned n_spins;  /* grants left in which late work is not waited for */
     unsigned n_long;   /* grants left in which late work is waited for */
-    /* How often late work was given up or tried, since it was last found to be long. */
+    /* How many times late work was given up or tried, since it was last found to be long. */
     unsigned n_tries;
     uint32_t tried;          /* marker that is waited for as a trial; 0: none */
     uint64_t tried_late;     /* how late that marker was at the last check, in ns */
     uint64_t local_deadline; /* end of the container's own grant, while the governor is away */
     uint64_t local_next;
     bool full;                       /* the next launch does not fit into the grant */
-    bool holding;                    /* streams wait for `ticket` */
+    bool holding;                    /* streams are waiting for `ticket` */
     unsigned n_held;                 /* launches that are held */
     bool crossed;                    /* streams depended on each other: see gate_cross() */
     uint32_t crossed_era;            /* last era in which they did */

@@ -1,9 +1,9 @@
 /*
- * Keeps track of captures, in which a stream records what is launched into it as a graph.
+ * Keeps track of captures, in which a stream records, as a graph, what is launched into it.
  *
- * Streams that capture are neither gated nor marked. Every driver call that the library adds is
- * made in relaxed capture mode (gate_visit_begin()), because in the other modes it would invalidate
- * a capture of the application.
+ * Streams that are capturing are neither gated nor marked. Every driver call that the library adds
+ * is made in relaxed capture mode (gate_visit_begin()), because in the other modes it would
+ * invalidate a capture of the application.
  *
  * A capture to a graphics API's command list (CUDA in graphics) is like one to a graph, except that
  * the driver is not known to report it as a capture, so it is looked up in a table here.
@@ -26,7 +26,7 @@ __thread bool gate_visiting;
  * Called before a call by which a stream may join a capture: a call that begins one, or that waits
  * for an event. From here on no thread records an event in a stream that it has not just launched
  * into, and threads that were doing so have finished. If an event were recorded in the capture, a
- * query of the event would break the capture. A thread that marks may be blocked behind a full
+ * query of the event would break the capture. A thread that is marking may be blocked behind a full
  * queue that the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
  */
 void gate_join_begin(void)

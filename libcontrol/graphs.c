@@ -55,7 +55,7 @@ void graphs_refresh(int device)
         settle(device, 0);
 }
 
-/* Gives back memory that no graph uses now. Returns whether there was any. */
+/* Gives back memory that no graph is using. Returns whether there was any. */
 bool graphs_squeeze(int device)
 {
     uint64_t before = held_bytes(&held[device]);

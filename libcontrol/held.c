@@ -1,5 +1,5 @@
 /*
- * Keeps the charge for the memory that one of the driver's pools holds up to date, while several
+ * Keeps up to date the charge for the memory that one of the driver's pools holds, while several
  * threads make the pool grow and shrink. There is one such charge for each pool of stream-ordered
  * allocations, and one for each GPU's graph memory.
  */

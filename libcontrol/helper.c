@@ -3,8 +3,8 @@
  *
  * It lets held work run when a grant begins. It gives the grant back at its end, as soon as no more
  * than `lookahead_ns` of work is left, so that the next container's work begins while the last work
- * of this one drains. It gives the grant back earlier if another container waits and nothing has
- * been launched for `idle_release_ns`.
+ * of this one drains. It gives the grant back earlier if another container is waiting and nothing
+ * has been launched for `idle_release_ns`.
  */
 #include "gate.h"
 #include "parking.h"
@@ -49,7 +49,7 @@
 /* Set when the process ends: from then on no helper calls the driver. */
 static uint32_t helpers_end;
 
-/* Gives the grant back. `left`: how much work still runs, in ns. */
+/* Gives the grant back. `left`: how much work is still running, in ns. */
 static void helper_release(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, uint64_t now, uint64_t left)
 {
@@ -79,13 +79,13 @@ static void helper_learn(struct gate *g, bool waited)
         g->n_tries = 0;
 }
 
-/* Notes that the GPU goes to others although the work that runs there has not ended. */
+/* Notes that the GPU goes to others although the work that is running there has not ended. */
 static void helper_give_up(struct gate *g, uint64_t now)
 {
     uint32_t oldest = g->queue.n_markers ? g->queue.markers[g->queue.head].serial : 0;
 
     if (g->given_up == oldest)
-        return; /* given up before, and still runs */
+        return; /* given up before, and still running */
     g->n_tries++;
     g->tried = 0;
     g->given_up_ns = now;
@@ -120,8 +120,8 @@ static bool helper_tries(const struct gate *g)
     return n && !(n & (n + 1));
 }
 
-/* Gives the GPU back if another container waits for it and the running work seems to wait as well.
- * How much work is left is then not known. */
+/* Gives the GPU back if another container is waiting for it and the running work seems to be
+ * waiting as well. How much work is left is then not known. */
 static bool helper_stuck(struct gate *g, const struct grant_device *grant,
                          struct ledger_device *ledger, uint64_t now)
 {
@@ -196,8 +196,8 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     g->blind = false;
 }
 
-/* Handles a grant that has not been used yet: the thread that requested it is slow, or no longer
- * waits. In the latter case the grant is given back. */
+/* Handles a grant that has not been used yet: the thread that requested it is slow, or is no longer
+ * waiting. In the latter case the grant is given back. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -222,7 +222,7 @@ static uint64_t helper_idle(const struct gate *g)
     return g->pause_ns > idle && idle > GATE_PAUSE_NS ? GATE_PAUSE_NS : idle;
 }
 
-/* Handles the middle of a grant: an idle holder gives it back if another container waits. */
+/* Handles the middle of a grant: an idle holder gives it back if another container is waiting. */
 static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {

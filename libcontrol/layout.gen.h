@@ -37,7 +37,7 @@ struct grant_header {
     uint32_t size; /* governor, relaxed: bytes of the whole file */
     uint64_t heartbeat_ns; /* governor, relaxed: when the governor was last alive */
     uint32_t n_devices; /* governor, relaxed: entries of devices[] in use */
-    uint32_t on_governor_loss; /* governor, relaxed: 0 keep the quota locally, 1 deny, 2 open */
+    uint32_t on_governor_loss; /* governor, relaxed: 0 enforce the quota locally, 1 deny, 2 open */
     uint64_t inflight_ns; /* governor, relaxed: work that may be queued on the GPU while others wait */
     uint64_t marker_ns; /* governor, relaxed: predicted work between two markers */
     uint64_t lookahead_ns; /* governor, relaxed: the hand-over begins when this much work is left */
@@ -76,7 +76,7 @@ struct grant_device {
     uint32_t signal; /* governor, release: futex word, incremented by every change */
     uint64_t start_ns; /* governor, relaxed: when this grant began */
     uint64_t standby_ns; /* governor, release: spin until then: the grant is near */
-    uint32_t contended; /* governor, relaxed: another container waits for this GPU */
+    uint32_t contended; /* governor, relaxed: another container is waiting for this GPU */
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was sampled */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
@@ -178,7 +178,7 @@ _Static_assert(sizeof(struct ledger_header) == 4096, "ledger_header");
 
 /* One process on one GPU. */
 struct ledger_device {
-    uint32_t want; /* container, release: threads that wait for GPU time */
+    uint32_t want; /* container, release: threads that are waiting for GPU time */
     uint32_t active_epoch; /* container, seq_cst: grant in which work was started */
     uint32_t released_epoch; /* container, release: grant that was given back */
     uint32_t pending; /* container, relaxed: markers that the GPU has not reached */
@@ -255,14 +255,14 @@ struct ledger_slot {
     uint32_t pid; /* container, relaxed: PID in its own PID namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
     uint64_t namespace; /* governor, relaxed: inode of its PID namespace, 0: unknown */
-    uint8_t overruns[16]; /* container, relaxed: 1 while work of a grant that is over still runs */
+    uint8_t overruns[16]; /* container, relaxed: 1 while work of a grant that is over is still running */
     uint64_t movable; /* container, relaxed: part of memory that can be parked */
     uint64_t parked; /* container, seq_cst: part of unseen that is parked */
     uint64_t moved; /* container, relaxed: total bytes parked and moved back */
     uint64_t move_ns; /* container, relaxed: total time that moves took */
     uint64_t away_ns; /* container, relaxed: total time that calls waited for memory */
     uint32_t residency; /* container, release: 0 resident, 1 about to be parked, 2 being parked, 3 parked, 4 being moved back */
-    uint32_t awaiting; /* container, seq_cst: calls that wait for memory */
+    uint32_t awaiting; /* container, seq_cst: calls that are waiting for memory */
     uint64_t arena; /* governor, relaxed: bytes of host memory that are ready for its parked memory */
     uint64_t reserved[4];
     uint8_t pad[8064];

@@ -63,7 +63,7 @@ GRANT_HEADER = Struct(
         Field("size", "u32", doc="bytes of the whole file"),
         Field("heartbeat_ns", "u64", doc="when the governor was last alive"),
         Field("n_devices", "u32", doc="entries of devices[] in use"),
-        Field("on_governor_loss", "u32", doc="0 keep the quota locally, 1 deny, 2 open"),
+        Field("on_governor_loss", "u32", doc="0 enforce the quota locally, 1 deny, 2 open"),
         Field("inflight_ns", "u64", doc="work that may be queued on the GPU while others wait"),
         Field("marker_ns", "u64", doc="predicted work between two markers"),
         Field("lookahead_ns", "u64", doc="the hand-over begins when this much work is left"),
@@ -91,7 +91,7 @@ GRANT_DEVICE = Struct(
         Field("signal", "u32", order="release", doc="futex word, incremented by every change"),
         Field("start_ns", "u64", doc="when this grant began"),
         Field("standby_ns", "u64", order="release", doc="spin until then: the grant is near"),
-        Field("contended", "u32", doc="another container waits for this GPU"),
+        Field("contended", "u32", doc="another container is waiting for this GPU"),
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was sampled"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
@@ -153,7 +153,7 @@ LEDGER_DEVICE = Struct(
     "ledger_device",
     256,
     (
-        Field("want", "u32", 1, "container", "release", "threads that wait for GPU time"),
+        Field("want", "u32", 1, "container", "release", "threads that are waiting for GPU time"),
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
         Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
         Field("pending", "u32", 1, "container", doc="markers that the GPU has not reached"),
@@ -224,7 +224,7 @@ LEDGER_SLOT = Struct(
             "u8",
             N_DEVICES,
             "container",
-            doc="1 while work of a grant that is over still runs",
+            doc="1 while work of a grant that is over is still running",
         ),
         Field("movable", "u64", 1, "container", doc="part of memory that can be parked"),
         Field("parked", "u64", 1, "container", "seq_cst", "part of unseen that is parked"),
@@ -239,7 +239,7 @@ LEDGER_SLOT = Struct(
             "release",
             "0 resident, 1 about to be parked, 2 being parked, 3 parked, 4 being moved back",
         ),
-        Field("awaiting", "u32", 1, "container", "seq_cst", "calls that wait for memory"),
+        Field("awaiting", "u32", 1, "container", "seq_cst", "calls that are waiting for memory"),
         Field("arena", "u64", doc="bytes of host memory that are ready for its parked memory"),
         Field("reserved", "u64", 4, "container"),
     ),
@@ -283,7 +283,7 @@ LEDGER_SLOT_DEVICES = 128
 LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
 
 OPEN = 2**64 - 1
-"""`deadline_ns` of an open grant: no other container waits and no cap applies."""
+"""`deadline_ns` of an open grant: no other container is waiting and no cap applies."""
 
 NO_SLOT = 2**32 - 1
 """The answer to a process that cannot be given a slot; no descriptor comes with it."""

@@ -399,7 +399,7 @@ CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary libra
     return library_entered(&load, library, bit, result);
 }
 
-/* Loads a function now, which otherwise happens at its first launch. This cannot be undone. */
+/* Loads a function now, rather than at its first launch. This cannot be undone. */
 CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 {
     struct load load;

@@ -142,9 +142,9 @@ uint64_t page_time(void)
 }
 
 /*
- * The sequence is odd while the governor writes. The governor may have been killed at that moment,
- * so the wait is bounded. Each single number is valid even then, and the next governor writes the
- * entries again.
+ * The sequence is odd while the governor is writing. The governor may have been killed at that
+ * moment, so the wait is bounded. Each individual number is valid even then, and the next governor
+ * writes the entries again.
  */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
                         uint64_t *time_usp)

@@ -1,6 +1,6 @@
 /*
  * Makes a process join its container at the first cuInit: maps the grant page, registers the
- * process at the container's socket and receives the ledger.
+ * process through the container's socket and receives the ledger.
  *
  * The grant page is a file in the directory that the hook mounted, and is mapped read-only. The
  * ledger comes through the socket, together with the number of this process's slot.
@@ -65,7 +65,7 @@ static void pages_map_arena(int fd)
     os_close(fd);
 }
 
-/* Sends the first byte, to which the governor answers with the number of a slot and descriptors.
+/* Sends the first byte, which the governor answers with the number of a slot and descriptors.
  * Returns the descriptor of the ledger, or -1. */
 static int pages_register(int fd, uint32_t *slotp)
 {
@@ -130,7 +130,8 @@ fail:
 }
 
 /* Joins, and waits for a governor that is being restarted. Does not wait for a governor that has
- * been away for longer, and waits only briefly for a governor that runs but cannot be reached. */
+ * been away for longer, and waits only briefly for a governor that is running but cannot be
+ * reached. */
 static enum pages_answer pages_join_patiently(void)
 {
     uint64_t until = os_now() + PAGES_RESTART_NS;

@@ -26,8 +26,8 @@ static struct {
     uint64_t movable, away_ns, moved, move_ns;
 } totals;
 
-/* Number of nested parking_enter() of this thread, and whether it could be cancelled before them.
- * A thread that was cancelled inside the driver would be counted for ever. */
+/* Number of nested parking_enter() calls of this thread, and whether it could be cancelled before
+ * them. A thread that was cancelled inside the driver would be counted for ever. */
 static __thread uint32_t depth;
 static __thread int cancel_before;
 static __thread bool exempt;
@@ -78,7 +78,7 @@ bool parking_start(void)
 }
 
 /* A page that does not allow parking gives no orders. If it allowed parking when the process
- * started, it was damaged then. */
+ * started, it has been damaged since. */
 bool parking_must_leave(void)
 {
     const struct grant_device *grant = pages_grant_device(0);
@@ -217,10 +217,10 @@ bool parking_close(uint64_t patience)
 }
 
 /*
- * Work on the GPU may depend on a call that waits here: a kernel, for example, may wait for a flag
- * that the next copy sets. So after a time the calls continue, and the move is tried again later.
- * The thread that moves memory may be blocked in the driver until that work has ended, so another
- * thread ends the CLOSING.
+ * Work on the GPU may depend on a call that is waiting here: a kernel, for example, may be waiting
+ * for a flag that the next copy sets. So after a time the calls continue, and the move is tried
+ * again later. The thread that moves memory may be blocked in the driver until that work has ended,
+ * so another thread ends the CLOSING.
  */
 void parking_expire(void)
 {

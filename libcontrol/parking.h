@@ -7,7 +7,7 @@
  *   parking_table.c   the table of these blocks
  *   parking_move.c    a thread that moves them
  *   parking_copy.c    the copies of their contents
- *   parking_ipc.c     CUDA IPC of such blocks
+ *   parking_ipc.c     CUDA IPC for such blocks
  *
  * Such a block is a separate physical allocation (cuMemCreate), mapped at addresses that stay
  * reserved until the block is freed. To park it, its contents are copied to host memory and the
@@ -93,7 +93,7 @@ bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
 
 /* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
- * begins a capture waits for them, until the time `ends` at most. */
+ * begins a capture waits for them, until the time `ends` at the latest. */
 extern uint32_t parking_n_syncs;
 void parking_await_syncs(uint64_t ends);
 
@@ -136,7 +136,7 @@ struct parking_block {
     bool arriving;   /* it is being moved to the GPU: its contents in host memory are valid */
     bool exported;   /* other processes may open it */
     struct parking_origin origin; /* of memory of another process; otherwise zero */
-    uint32_t n_opened;            /* how often it was opened, if it is such memory */
+    uint32_t n_opened;            /* how many times it was opened, if it is such memory */
     bool charged; /* its last use has ended, and it is charged until its mapping ends */
 };
 
@@ -165,7 +165,7 @@ bool parking_reap(bool idle);
 CUcontext parking_context(const struct parking_block *block);
 
 /* These enclose a synchronisation of a context by the library. parking_sync_begin() returns false
- * if a stream captures. */
+ * if a stream is capturing. */
 bool parking_sync_begin(void);
 void parking_sync_end(void);
 

@@ -3,8 +3,8 @@
  * in a container whose memory may be parked.
  *
  * To the application such a block is like any other from cuMemAlloc. Where the driver distinguishes
- * the two, the library answers (pointers.c). A block that is requested while a stream captures is
- * allocated by the driver's cuMemAlloc and cannot be moved, because the driver then allows or
+ * the two, the library answers (pointers.c). A block that is requested while a stream is capturing
+ * is allocated by the driver's cuMemAlloc and cannot be moved, because the driver then allows or
  * refuses the call according to the capture's mode.
  */
 #include "parking.h"
@@ -266,8 +266,8 @@ bool parking_reap(bool idle)
 /* ---- cuMemFree ---- */
 
 /*
- * Like the driver's cuMemFree, this waits for the work that may use the block. While a stream
- * captures, that would invalidate the capture, so the memory is released later. Returns false if
+ * Like the driver's cuMemFree, this waits for the work that may use the block. While a stream is
+ * capturing, that would invalidate the capture, so the memory is released later. Returns false if
  * the block is not in the table, so that the driver has to free it.
  */
 bool parking_free(CUdeviceptr address, CUresult *resultp)
@@ -314,8 +314,8 @@ bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
     return found;
 }
 
-/* Like the driver, this waits for the work of the context after the last use. While a stream
- * captures, the mapping ends later. */
+/* Like the driver, this waits for the work of the context once the last use has ended. While a
+ * stream is capturing, the mapping ends later. */
 bool parking_close_import(CUdeviceptr address, CUresult *resultp)
 {
     struct parking_block block;

@@ -6,8 +6,8 @@
  *
  * The driver clears memory that is released, on the copy engine that also copies to the GPU, so a
  * process that arrives is slowed down by each block that another one releases at that time. Copies
- * in the other direction slow it down as well. So as long as others take memory, a process that
- * departs copies and releases only as much as they need: it copies blocks a little ahead, and
+ * in the other direction slow it down as well. So as long as others are taking memory, a departing
+ * process copies and releases only as much as they need: it copies blocks a little ahead, and
  * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s
  * while 40 GiB depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is
  * taken for a moment, it copies and releases everything.
@@ -17,8 +17,8 @@
 #define COPY_ROOM_NS (5 * NS_PER_S) /* longest wait for room on the GPU within an attempt */
 #define COPY_NAP_NS  (100 * NS_PER_US)
 
-/* While others take memory, a departing process keeps this much of the GPU's memory free, and has
- * as much ready to be released; more if they take it in larger pieces. */
+/* While others are taking memory, a departing process keeps this much of the GPU's memory free, and
+ * has as much ready to be released; more if they take it in larger pieces. */
 #define KEEP_BYTES    (2ull << 30)
 #define KEEP_STILL_NS (50 * NS_PER_MS) /* others take no memory if they took none for this long */
 #define KEEP_MOST_NS  (2 * NS_PER_S)   /* longest wait for others to take memory, in total */
@@ -92,7 +92,7 @@ struct departure {
     const uint32_t *hurryp; /* 1: nothing delays the move */
 };
 
-/* Whether blocks stay on the GPU after their copy: others still take free memory. */
+/* Whether blocks stay on the GPU after they are copied: others are still taking free memory. */
 static bool departure_keeps(const struct departure *d, uint64_t now)
 {
     return now - d->taken_ns < KEEP_STILL_NS && parking_must_leave() &&
@@ -111,7 +111,7 @@ static void departure_release(struct departure *d)
     d->free += block->size;
 }
 
-/* Releases blocks that have been copied, as far as others need their memory. */
+/* Releases blocks that have been copied, to the extent that others need their memory. */
 static void departure_make_room(struct departure *d)
 {
     uint64_t now = os_now();
@@ -132,8 +132,8 @@ static void departure_make_room(struct departure *d)
         departure_release(d);
 }
 
-/* Waits while others take memory and enough of it is ready for them; with `all`, until they have
- * taken all of it. */
+/* Waits while others are taking memory and enough of it is ready for them; with `all`, until they
+ * have taken all of it. */
 static void departure_wait(struct departure *d, bool all)
 {
     while ((all || d->ahead >= d->keep) && d->released < d->copied && d->waited_ns < KEEP_MOST_NS) {

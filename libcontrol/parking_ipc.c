@@ -1,5 +1,5 @@
 /*
- * CUDA IPC of blocks that can be moved; see parking.h.
+ * CUDA IPC for blocks that can be moved; see parking.h.
  *
  * The driver shares only memory from its own cuMemAlloc by CUDA IPC. For these blocks, the library
  * therefore gives out its own handles. A process that opens a handle connects to a socket of the
@@ -58,11 +58,11 @@ static struct {
     int listener;
     uint64_t inode; /* of the listener */
 } own = {.listener = -1};
-static uint32_t serves; /* a thread answers */
+static uint32_t serves; /* a thread is answering requests */
 
 static struct os_lock open_lock;
 static struct os_lock serve_lock; /* held by the thread while it may be in a call into the driver */
-static bool ending;               /* guarded by serve_lock: the process exits */
+static bool ending;               /* guarded by serve_lock: the process is exiting */
 
 /* ---- sockets ---- */
 
@@ -290,7 +290,7 @@ CONTROL_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr d
     if (!be_served()) {
         if (!atomic_exchange_acq_rel(&logged, 1))
             control_log("cuIpcGetMemHandle is refused: memory that may be parked is shared through "
-                        "a socket, which could not be made; set tidegate.gpu/parking to never");
+                        "a socket, which could not be created; set tidegate.gpu/parking to never");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     parking_enter(PARKING_MEMORY);

@@ -33,7 +33,7 @@ static uint64_t arena_pinned; /* bytes at its beginning that the driver has pinn
 static CUcontext arena_ctx;   /* in which it did so */
 
 static uint32_t started;
-static uint32_t ending;  /* the process exits: memory is only moved for calls that wait for it */
+static uint32_t ending;  /* the process is exiting: memory moves only for calls that wait for it */
 static uint32_t working; /* the thread may be in a call into the driver */
 static uint64_t patience = MOVE_FIRST_NS;
 static bool given_up; /* memory could not be moved back, for a reason other than lack of room */
@@ -62,7 +62,8 @@ static CUcontext push_context(void)
 }
 
 /* Waits for the work of a context; the context cannot end meanwhile. Returns false if memory must
- * not move: the work failed, the program has been allowed to continue, or a stream captures. */
+ * not move: the work failed, the program has been allowed to continue, or a stream is being
+ * captured. */
 static bool synchronize(const CUcontext *handlep)
 {
     CUresult result = CUDA_SUCCESS;
@@ -149,7 +150,7 @@ static bool prepare(void)
         parking_lock_contexts();
         ctx = push_context();
         if (ctx && arena_ctx != ctx)
-            arena_pinned = 0; /* pinned memory ends with the context in which it was pinned */
+            arena_pinned = 0; /* memory is unpinned when the context in which it was pinned ends */
         arena_ctx = ctx ? ctx : arena_ctx;
         need = ctx ? arena_need(parking_bytes()) : ARENA_NOTHING;
         if (need == ARENA_PIN)
@@ -217,8 +218,8 @@ static bool await_queue(void)
 }
 
 /* Ends the use of the memory. Returns whether the state is OUT. If it is not, and neither a capture
- * nor the governor is the reason, work waited for a call that was made to wait, and the next
- * attempt allows more time. */
+ * nor the governor is the reason, then work was waiting for a call that was itself made to wait,
+ * and the next attempt allows more time. */
 static bool close_memory(void)
 {
     bool closed;
@@ -298,7 +299,7 @@ static bool move_in(void)
     moved = move_all(false);
     if (moved == PARKING_MOVED_BACK)
         move_log(&logged, "parked memory cannot be moved back to the GPU: the driver has no room "
-                          "for it; this is tried again");
+                          "for it; it is tried again");
     /* The program's calls then return the driver's error. */
     if (moved == PARKING_MOVE_FAILED) {
         given_up = true;
@@ -370,10 +371,10 @@ cold bool parking_move_start(void)
 }
 
 /*
- * The process ends by exit(). The driver's destructors, which run after this, must not run while
- * the thread is in one of the driver's functions. Destructors of other libraries may still need the
- * memory, so it is moved to the GPU even now. The call to exit() may have interrupted a call that
- * is counted, so nothing here waits for ever.
+ * The process is ending through exit(). The driver's destructors, which run after this, must not
+ * run while the thread is in one of the driver's functions. Destructors of other libraries may
+ * still need the memory, so it is moved to the GPU even now. The call to exit() may have
+ * interrupted a call that is counted, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void move_finish(void)
 {

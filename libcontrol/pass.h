@@ -5,17 +5,17 @@
  * long as the page has that value. A launch that uses it takes no lock, reads no clock and makes no
  * driver call.
  *
- * While no other container waits and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch that
- * uses a pass is only counted. The average duration of a stream's launches is learned, and a pass
- * is valid for as many launches as take a few milliseconds. When too much is queued, the next
+ * While no other container is waiting and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch
+ * that uses a pass is only counted. The average duration of a stream's launches is learned, and a
+ * pass is valid for as many launches as take a few milliseconds. When too much is queued, the next
  * launch waits: another container may want the GPU at any time, and would have to wait for all of
  * that work. Now and then a launch is measured on its own, as a sample of what the program
  * launches.
  *
  * Under a grant with a deadline, a pass is metered: it has a budget of GPU time, as much as may be
- * queued before the next marker, and pays for each launch by its learned duration. The launches are
- * noted, and are added to the model of the GPU's queue when a thread next takes the gate's lock,
- * which ends the pass.
+ * queued before the next marker, from which the learned duration of each launch is deducted. The
+ * launches are noted, and are added to the model of the GPU's queue when a thread next takes the
+ * gate's lock, which ends the pass.
  */
 #pragma once
 

@@ -73,7 +73,7 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
  * is trusted, so the quota is exceeded by one unit at most. Returns the value that ends the trust,
  * or 0 if the thread is not trusted. A container that is already over its quota, because the driver
  * took memory, may use the free memory of its pools, unless one of them outgrew the quota and has
- * not shrunk since. After a block was revoked, no thread is trusted with its pool for
+ * not shrunk since. After a block has been revoked, no thread is trusted with its pool for
  * POOLS_DISTRUST_NS.
  */
 static uint64_t pool_trust(struct pool *pool)

@@ -75,8 +75,8 @@ static uint64_t primary_leaves(CUdevice dev)
         primary_forget(device);
         context_last_leaves(device);
     }
-    /* This is done even if this reference does not seem to be the last one: of two threads that
-     * release at the same time, neither may see itself as the last. */
+    /* This is done even if this reference does not seem to be the last one: when two threads
+     * release at the same time, it may be that neither sees itself as the last. */
     return account_moves_all(device);
 }
 

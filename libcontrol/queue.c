@@ -142,10 +142,10 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 }
 
 /*
- * Returns the begin of work that is submitted at `now` to an empty queue. Where containers share
- * one context of the GPU, this work starts alongside the last work of the previous holder, which is
- * charged for the time until `begins_ns` and may need longer than it reported. Events do not wait
- * for the holder's work, so the interval between this container's first two events seems to take
+ * Returns when work that is submitted at `now` to an empty queue begins. Where containers share one
+ * context of the GPU, this work starts alongside the last work of the previous holder, which is
+ * charged for the time until `begins_ns` and may need more time than it reported. Events do not
+ * wait for the holder's work, so the interval between this container's first two events seems
  * longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
@@ -186,7 +186,7 @@ void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
     }
 }
 
-/* Whether enough work was launched since the last marker to justify another one. */
+/* Whether enough work has been launched since the last marker to justify another one. */
 bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
 {
     return s->interval.n_parts == ESTIMATE_N_PARTS || s->pending_ns >= marker_ns;
@@ -205,9 +205,9 @@ unsigned queue_unknown(const struct queue *q, uint64_t now)
 /* ---- markers ---- */
 
 /*
- * Prepares a marker. Its interval is what was launched in the stream since the last event, and can
- * be measured if both events are in one era. If the GPU may have been idle in between, because the
- * queue ran dry before this event was recorded, the measured time is the most that the work can
+ * Prepares a marker. Its interval is what has been launched in the stream since the last event, and
+ * can be measured if both events are in one era. If the GPU may have been idle in between, because
+ * the queue ran dry before this event was recorded, the measured time is the most that the work can
  * have taken. Returns false if there is no room.
  */
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
@@ -305,7 +305,7 @@ struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *a
     return NULL;
 }
 
-/* ---- corrections by the GPU's answers ---- */
+/* ---- corrections according to the GPU's answers ---- */
 
 /* Returns in `look` which marker to query, if one is due. */
 bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look)
@@ -437,8 +437,8 @@ uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t no
     return now > due ? now - due : 0;
 }
 
-/* Notes that the GPU goes to others while this container's work still runs. If the work ends before
- * `until`, it was waiting, and its duration is not learned. */
+/* Notes that the GPU goes to others while this container's work is still running. If the work ends
+ * before `until`, it was waiting, and its duration is not learned. */
 void queue_give_up(struct queue *q, uint64_t until)
 {
     q->given_up = q->serials;
@@ -446,8 +446,8 @@ void queue_give_up(struct queue *q, uint64_t until)
     q->given_up_until = until;
 }
 
-/* Whether work that was given up still runs. Work that was held at the time waits for the next
- * grant. */
+/* Whether work that was given up is still running. Work that was held at the time waits for the
+ * next grant. */
 bool queue_overruns(const struct queue *q)
 {
     const struct queue_marker *m = &q->markers[q->head];
@@ -494,7 +494,7 @@ void queue_open(struct queue *q, uint64_t now)
     uint64_t begin;
 
     q->era++;
-    q->progress_ns = now; /* held work could not end before */
+    q->progress_ns = now; /* held work could not have ended earlier */
     begin = queue_begin(q, now);
     q->busy_until = (q->busy_until > begin ? q->busy_until : begin) + q->ahead_ns;
     q->submitted += q->ahead_ns;

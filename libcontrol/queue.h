@@ -37,7 +37,7 @@ struct queue_stream {
     bool gap;      /* the open interval may contain idle time, or others' work */
     CUcontext ctx;
     CUstream stream;
-    const void *thread; /* identity of the per-thread stream's thread; NULL: another stream */
+    const void *thread; /* identity of the per-thread stream's thread; NULL: any other stream */
     uint32_t serial;    /* identifies this use of the entry */
     uint64_t touched;   /* value of `touches` when it was last looked up */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
@@ -156,7 +156,7 @@ static inline bool queue_stalled(const struct queue *q, uint64_t now)
            now > q->markers[q->head].expected + QUEUE_STALL_NS;
 }
 
-/* Whether a marker is outstanding that does not wait for the next grant. */
+/* Whether there is an outstanding marker that is not waiting for the next grant. */
 static inline bool queue_runs(const struct queue *q)
 {
     return q->n_markers && q->markers[q->head].era != q->era + 1;

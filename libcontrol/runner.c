@@ -97,8 +97,8 @@ static void wait_until(struct runner *runner, uint64_t until)
     }
 }
 
-/* Watches for the holder's report near the end of a grant: a core that sleeps then would answer
- * late. */
+/* Watches for the holder's report near the end of a grant: a core that was asleep then would
+ * respond late. */
 static void spin(struct runner *runner, uint64_t deadline)
 {
     uint64_t lookahead = runner->config.lookahead_ns;
@@ -142,7 +142,7 @@ static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp
         arbiter_step(runner->arbiter, now, viewp);
 }
 
-/* Checks whether a process waits for a sample of NVML. The mutex is held. */
+/* Checks whether a process is waiting for an NVML sample. The mutex is held. */
 static bool check_due(struct runner *runner, uint64_t now)
 {
     bool due = false;
@@ -152,8 +152,8 @@ static bool check_due(struct runner *runner, uint64_t now)
     return due;
 }
 
-/* Reports that a process waits, but only once between two calls of runner_due(), because a process
- * could otherwise cause any number of reports. */
+/* Reports that a process is waiting, but only once between two calls to runner_due(), because a
+ * process could otherwise cause any number of reports. */
 static void report_due(struct runner *runner, uint64_t now)
 {
     uint64_t one = 1;
@@ -226,7 +226,7 @@ RUNNER_EXPORT struct runners *runners_new(const struct runner_config *config)
     return runners->gangs ? runners : runners_free(runners);
 }
 
-/* Called after the last runner was freed. */
+/* Called after the last runner has been freed. */
 RUNNER_EXPORT struct runners *runners_free(struct runners *runners)
 {
     if (!runners)
@@ -469,7 +469,7 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
-/* Returns whether a process waits for a sample of NVML. If none does, the next one that begins to
+/* Returns whether a process is waiting for an NVML sample. If none is, the next one that begins to
  * wait is reported on runner_due_fd(). */
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {

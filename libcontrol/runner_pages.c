@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define SIGN_NS (500 * NS_PER_MS) /* a process that was silent for longer may be stopped */
+#define SIGN_NS (500 * NS_PER_MS) /* a process silent for longer may have been stopped */
 
 void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
                         struct report *reportp)
@@ -58,8 +58,8 @@ void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t 
     reportp->released = reportp->released && reportp->n_active;
 }
 
-/* Whether a process waits for a sample of NVML that begins after its request. A time in the future
- * is ignored as invalid. */
+/* Whether a process is waiting for an NVML sample that begins after its request. A time in the
+ * future is ignored as invalid. */
 bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
 {
     uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);

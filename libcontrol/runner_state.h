@@ -17,7 +17,7 @@ struct runner_tenant {
     bool paused;         /* it is granted nothing */
     bool granted;        /* its page has a grant */
     bool together;       /* its page says that its GPUs are granted together */
-    uint64_t waiting_ns; /* since when it has waited for a grant; 0: it does not wait */
+    uint64_t waiting_ns; /* since when it has been waiting for a grant; 0: it is not waiting */
     struct runner_waits waits;
 };
 
@@ -57,7 +57,7 @@ struct report {
     uint64_t release_ns, residual_ns, busy_ns;
     uint64_t alive_ns; /* oldest of the last signs of processes that still have the grant */
     uint64_t seen_ns;  /* when a helper last read the grant */
-    bool overruns;     /* work of a grant that is over still runs */
+    bool overruns;     /* work of a grant that is over is still running */
 };
 
 /* runner_pages.c; the runner's mutex is held. */

@@ -83,7 +83,8 @@ static void handle_moves(const struct block *gone, bool moves)
         account_landed(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
 }
 
-/* Removes a reference or a mapping and, after the last of both, the allocation from the table. */
+/* Removes a reference or a mapping and, if neither is left, also removes the allocation from the
+ * table. */
 static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -323,10 +324,11 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 }
 
 /*
- * Walks over the mappings in a range, in one of three steps. LEAVE comes before the driver's call,
- * because as soon as the driver has unmapped the last mapping of an allocation, another allocation
- * may get the handle. What has to be refunded is noted in the mappings themselves, because their
- * number is not bounded. END comes after the call, and UNDO after a call that failed.
+ * Walks over the mappings in a range to perform one of three steps. LEAVE comes before the call
+ * into the driver, because as soon as the driver has unmapped the last mapping of an allocation,
+ * another allocation may get the handle. What has to be refunded is noted in the mappings
+ * themselves, because their number is not bounded. END comes after the call, and UNDO after a call
+ * that failed.
  */
 enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 
@@ -431,7 +433,7 @@ static uint64_t sparse_key(uint64_t array, uint64_t handle)
     return array ^ (handle << 17 | handle >> 47);
 }
 
-/* An allocation that is mapped into an array lives until the array ends. */
+/* An allocation that is mapped into an array lives until the array is destroyed. */
 static void sparse_mapped(const CUarrayMapInfo *info)
 {
     struct block entry = {.size = (uintptr_t)info->resource,

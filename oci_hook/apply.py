@@ -110,8 +110,8 @@ class MountNamespace:
                     f"root.path {show(c.root)} is another directory in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
-            # If a user may write above the root, its name may lead elsewhere by now: to the same
-            # directory in both namespaces, but to one that the runtime has not mounted.
+            # If a user can write to a directory above the root, its name may lead elsewhere by now:
+            # to the same directory in both namespaces, but to one that the runtime has not mounted.
             if not kernel.is_mount_root(rootfd):
                 os.close(rootfd)
                 raise BundleError(  # noqa: TRY301
@@ -154,7 +154,7 @@ class Undo:
         return [trace for _, trace in self.noted]
 
     def forget(self) -> None:
-        """Drop all steps and remove what only they needed; the next run removes any remains."""
+        """Drop all steps and remove what only they needed; the next run removes any leftovers."""
         self.steps.clear()
         while self.remains:
             with suppress(OSError):
@@ -239,7 +239,7 @@ def _exchange(dirfd: int, name: str) -> None:
         if e.errno != errno.EINVAL:
             raise
         # NFS and some other file systems cannot exchange names. The name is missing for a moment,
-        # but no program of the container runs yet.
+        # but no program of the container is running yet.
         kernel.renameat(dirfd, name, ASIDE)
         try:
             kernel.renameat(dirfd, TEMPORARY, name)
@@ -288,7 +288,7 @@ class Applier:
         raise OSError(errno.EXDEV, "it is on a volume", path)
 
     def is_direct(self, fd: int, path: str) -> bool:
-        """Return whether `path` leads to the file of `fd` without following a link."""
+        """Return whether `path` leads to the file that `fd` refers to, without following a link."""
         try:
             other = kernel.openat2(
                 self.rootfd,
@@ -390,7 +390,7 @@ class Applier:
         """Mount `source` on `target`.
 
         A link in the image must not decide which of the runtime's mounts is covered: a mount on
-        /dev or /proc would cover files that the runtime later mounts over others, to hide those.
+        /dev or /proc would cover files that the runtime later mounts over other files to mask them.
         """
         mount = kernel.mount_id(target)
         if mount in self.shared:

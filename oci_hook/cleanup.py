@@ -269,7 +269,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
     """Remove what the hook created for a container, as far as possible, and its note.
 
     Removing a directory removes the mounts on it in every container. So nothing is removed while
-    another container on the same root runs; when the last one ends, everything is removed.
+    another container is running on the same root; when the last one ends, everything is removed.
     """
     if not is_name(ident):
         return

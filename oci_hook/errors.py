@@ -52,7 +52,7 @@ class BundleError(HookError):
 
 
 class AnnotationError(HookError):
-    """An annotation below tidegate.gpu/ is unknown or has a value that is not accepted."""
+    """An annotation under tidegate.gpu/ is unknown or has a value that is not accepted."""
 
     code = "annotation"
     status = 64

@@ -3,7 +3,8 @@
 Starting an interpreter and importing the hook takes 25 ms, and would happen several times for each
 container. The C programs in `oci_hook/front` connect to this server instead. One of its children
 does the work of the Python script, with the caller's standard input, working directory and command
-line, and with its outputs redirected to files. Without the server everything works, but slower.
+line, and with its outputs redirected to files. Everything also works without the server, but more
+slowly.
 
 A caller is served if the script would behave in the server as it would in the caller: the caller is
 root, and has the same version and installation, the same mount, PID and user namespaces and the
@@ -208,7 +209,7 @@ class ForkingServer:
     """Listens on the socket and forks the children that serve callers."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
-        """Start listening. Raise OSError if another server runs or the directory is missing.
+        """Start listening. Raise OSError if another server is running or the directory is missing.
 
         With `wait`, wait until the other server has ended.
         """
@@ -239,7 +240,7 @@ class ForkingServer:
 
     def run(self) -> None:
         """Serve until SIGTERM, or until the code on disk differs from what is loaded."""
-        # The pipe wakes `poll` no matter when a signal arrives, and in which thread.
+        # The pipe wakes `poll` no matter when a signal arrives, or in which thread.
         signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
@@ -264,7 +265,7 @@ class ForkingServer:
         self.stopping = True
 
     def _keep_spares(self) -> bool:
-        """Fork missing spare children; return whether any child waits for a caller."""
+        """Fork missing spare children; return whether any child is waiting for a caller."""
         while len(self.spare) < N_SPARE and len(self.children) < MAX_CHILDREN and self._fork():
             pass
         return bool(self.spare)
@@ -337,7 +338,7 @@ class ForkingServer:
         """Wait for a caller; None if the server has ended, or its code was replaced on disk."""
         waiting = select.poll()
         waiting.register(self.listener, select.POLLIN)
-        waiting.register(self.ending, 0)  # poll reports the end of a pipe in any case
+        waiting.register(self.ending, 0)  # poll reports a hang-up in any case
         while True:
             if self.ending in dict(waiting.poll()):
                 return None

@@ -1,8 +1,8 @@
 """Inspects an image: its library directories, loader and ld.so.cache, and its own drivers.
 
 It changes nothing. The image is not trusted: every path is opened with openat2(2), confined to the
-image's root. A file is checked by its descriptor to be a regular file before it is opened for
-reading, and is read up to a limit.
+image's root. A file is opened for reading only after a check, on its descriptor, that it is a
+regular file, and it is read up to a limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
 COMPAT = ("compat", "compat/lib", "compat/lib.real")  # from CUDA packages, in /usr/local/cuda*
 SEARCH_LIMIT = 256
 LISTING_LIMIT = 4096  # entries of /usr/local
-LINKS_LIMIT = 40  # the kernel's limit for the links in one path
+LINKS_LIMIT = 40  # the kernel's limit on the links in one path
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
@@ -256,7 +256,7 @@ def _look_at(rootfd: int, path: str) -> PathInImage:
             return PathInImage("unusable", f"/{prefix} is not a directory")
         volume = kernel.mount_id(fd) != own
         os.close(fd)
-    return PathInImage("unusable", f"/{path} changes while it is examined")
+    return PathInImage("unusable", f"/{path} changed while it was being examined")
 
 
 def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:

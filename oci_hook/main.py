@@ -71,7 +71,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
-        # The path by which the hook was executed: a hook file of the engine has that path, too.
+        # The path by which the hook was executed: a hook file of the engine names that path, too.
         entry=HookEntry(os.path.abspath(sys.argv[0]), options.given),
         runtime_dir=options.runtime_dir,
         dev_dir=options.dev_dir,

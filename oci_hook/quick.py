@@ -37,7 +37,7 @@ NAME_LIMIT = 253  # characters of a claim's uid and of a share's name
 DEADLINE = 20.0  # seconds; runtimes have no deadline unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
-LATE = "--late"  # set by the C front, after a child of the fork server has missed its deadline
+LATE = "--late"  # set by the C front end after a child of the fork server has missed its deadline
 STATE_LIMIT = 4 << 20  # bytes
 CONFIG_LIMIT = 4 << 20  # bytes; once parsed, the smallest values take 50 times as much memory
 FIRST_READ = 64 << 10  # bytes of the first read; most inputs are smaller
@@ -175,7 +175,7 @@ def read_bounded(fd: int, limit: int) -> "bytes | None":
 
 
 def may_mention_us(config: bytes) -> bool:
-    """Return, without parsing, whether config.json may contain an annotation of Tidegate.
+    """Return, without parsing, whether config.json may contain a Tidegate annotation.
 
     Most containers on a node have none, and this check is all that they pay for. JSON escapes could
     spell the prefix, so a text in which one of its characters is escaped is parsed to be sure. Go
@@ -214,7 +214,7 @@ def asks_nothing(state: "bytes | None") -> bool:
 
 
 def take_program(argv: "list[str]") -> "list[str]":
-    """Return the caller's command line; the C front passes its own path with --program."""
+    """Return the caller's command line; the C front end passes its own path with --program."""
     return [argv[2], *argv[3:]] if argv[1:2] == ["--program"] and len(argv) > 2 else argv
 
 

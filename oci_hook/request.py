@@ -1,4 +1,4 @@
-"""Parses the annotations below tidegate.gpu/ without jsonschema, which takes 100 ms to import.
+"""Parses the annotations under tidegate.gpu/ without jsonschema, which takes 100 ms to import.
 
 annotations.schema.json describes the same format for other programs, and a test runs one corpus
 through both.
@@ -170,7 +170,7 @@ def _unknown(name: str) -> AnnotationError:
 
 
 def parse_annotations(annotations: dict[str, str]) -> Request:
-    """Parse the annotations below the prefix into a request; unknown ones are refused."""
+    """Parse the annotations with the prefix into a request; unknown ones are refused."""
     fields: dict[str, object] = {}
     for name, value in annotations.items():
         known = PARSERS.get(name[len(PREFIX) :]) if name.startswith(PREFIX) else None
@@ -197,7 +197,7 @@ def check_request(request: Request, annotations: dict[str, str]) -> None:
     size = sum(len(ascii(n)) + len(ascii(v)) + 4 for n, v in annotations.items())
     if size > ANNOTATIONS_LIMIT:
         raise AnnotationError(
-            f"annotations below {PREFIX} take {size} bytes, more than {ANNOTATIONS_LIMIT}",
+            f"annotations under {PREFIX} take {size} bytes, more than {ANNOTATIONS_LIMIT}",
             hint="shorten them",
         )
 

@@ -69,7 +69,7 @@ IDENTITY = {
 
 
 # Annotations of containerd and CRI-O with the container's type. A `sandbox` is the container that
-# keeps a pod's namespaces and runs no program of the user; it has the pod's annotations, too.
+# keeps a pod's namespaces and runs none of the user's programs; it has the pod's annotations, too.
 KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 
 
@@ -271,7 +271,7 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
 
 def our_annotations(state: OciState, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
-    """Return the annotations below the prefix from config.json and the state; both have to agree.
+    """Return the annotations with the prefix in config.json and the state; both have to agree.
 
     A sandbox's annotations do not count. A container that has a GPU or is `governed` is not a
     sandbox: containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.

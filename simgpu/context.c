@@ -2,9 +2,9 @@
  * Contexts: creation and end, the view of the device, and the effects of completed kernels
  *
  * Kernels are in the shared queue and are counted; "need" always means a number of kernels that the
- * context must have completed. Commands without GPU time (events, copies, callbacks) are attached
- * to the kernel that they need and are performed, in order, when this process learns that the
- * kernel has completed.
+ * context must have completed. Commands that take no GPU time (events, copies, callbacks) are
+ * attached to the kernel that they need and are performed, in order, when this process learns that
+ * the kernel has completed.
  */
 #include "driver.h"
 
@@ -370,7 +370,7 @@ static void call_later(const struct command *command)
 }
 
 /**
- * context_perform() - perform a command without GPU time; `time` is when it happened on the GPU
+ * context_perform() - perform a command that takes no GPU time; it happened on the GPU at `time`
  *
  * If memory was freed under a pending command, the context becomes faulty, as on the hardware.
  */

@@ -38,7 +38,7 @@ ENTRY(cuDeviceSetMemPool, CUdevice ordinal, CUmemoryPool pool)
     return driver_leave(r);
 }
 
-/* By location, only a device's pools of pinned memory can be requested. */
+/* Only a device's pools of pinned memory can be requested by location. */
 static CUresult located(const CUmemLocation *location, CUmemAllocationType type)
 {
     if (!location)

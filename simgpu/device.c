@@ -6,9 +6,9 @@
  * the caller's pid namespace. A record lock is dropped when its process closes any descriptor of
  * the file, so a device is opened once and never closed while it is in use.
  *
- * The lock of the shared state is a futex word that names the holder's slot and generation. A
+ * The lock on the shared state is a futex word that names the holder's slot and generation. A
  * robust pthread mutex would name the thread id, which means nothing across pid namespaces: if
- * thread 1 of one container died while waiting, it would release the lock held by thread 1 of
+ * thread 1 of one container died while waiting, its exit would release the lock held by thread 1 of
  * another container. A process that has waited for a long time asks the kernel whether the holder
  * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
  * see layout.h for the reason.
@@ -29,7 +29,7 @@
 
 #include "schedule.h"
 
-#define LOCK_WAITERS     0x100u /* a process sleeps on the word */
+#define LOCK_WAITERS     0x100u /* a process is sleeping on the word */
 #define LOCK_SLOT(word)  ((word) & 0xffu)
 #define LOCK_GENERATIONS 0x7fffffu
 

@@ -91,7 +91,7 @@ struct gpu_lane {
     uint64_t resident; /* ns on the GPU, with or without work, excluding switches */
     uint64_t early;    /* number of times that it ran out of work and another context took over */
     uint64_t before;   /* value of `resident` when the last turn began */
-    uint64_t full;     /* ns of turns that filled their slice and ended because a context waited */
+    uint64_t full;     /* ns of turns that filled their slice and ended with a context waiting */
     uint64_t ended;    /* ns: when the last of those turns ended */
     uint64_t fills;    /* whether the last turn was one of those */
 };
@@ -103,7 +103,7 @@ struct gpu_timeline {
     uint64_t switch_end;     /* ns: from here on the resident context executes */
     uint64_t resident;       /* serial of the context on the GPU, 0 for none */
     uint32_t resident_index; /* its index */
-    uint32_t overtime; /* the slice ended while no context waited; the next starts when one does */
+    uint32_t overtime; /* the slice ended with no context waiting; the next starts when one is */
     uint64_t switches;
     uint64_t busy; /* ns, excluding switches */
     struct gpu_lane lanes[GPU_CONTEXTS];

@@ -196,7 +196,7 @@ static const struct row {
 } rows[] = {FUNCTIONS(ROW, ROW_PTSZ, ROW_PTDS)};
 
 /**
- * newest() - find the newest function with a base name that a program for `version` may call
+ * newest() - find the newest function with this base name that a program for CUDA `version` may use
  *
  * A name with a version suffix is not a base name and is not found, as in the driver.
  */

@@ -284,7 +284,7 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
 }
 
 /**
- * mempool_forget_stream() - forget a stream that ends
+ * mempool_forget_stream() - forget a stream that is ending
  *
  * Blocks whose free is pending in the stream remain allocated until it takes effect, and no stream
  * can reuse them before that.

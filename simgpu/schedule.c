@@ -9,11 +9,11 @@
  * one slice each (2 ms). Each context switch on the GPU takes 130 us, during which nothing
  * executes. A context that runs out of work gives way at once. A context that is alone keeps the
  * GPU and pays nothing; so does one that returns before another context has used the GPU. A slice
- * begins when its context takes the GPU. If it ends while no other context waits, the next slice
- * begins when another context starts to wait: on the H200 a newcomer does not interrupt the last
- * 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later where it
- * stopped. Each context has one queue: one kernel at a time, in the order of submission, regardless
- * of streams. A context may have its own slice length. A context that is switched off is
+ * begins when its context takes the GPU. If it ends while no other context is waiting, the next
+ * slice begins when another context starts to wait: on the H200 a newcomer does not interrupt the
+ * last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later
+ * where it stopped. Each context has one queue: one kernel at a time, in the order of submission,
+ * regardless of streams. A context may have its own slice length. A context that is switched off is
  * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
  */
 #include "schedule.h"

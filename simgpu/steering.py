@@ -153,7 +153,7 @@ class SimulatedHardware:
         return SteeredProcess(int(pid), int(n_groups))
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return the time in ns that each process was on the GPU since the last call, by PID.
+        """Return the time in ns that each process has been on the GPU since the last call, by PID.
 
         The time that a context used between the last call and its end is lost.
         """

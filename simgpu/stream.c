@@ -121,7 +121,7 @@ void stream_free(struct stream *stream)
 }
 
 /**
- * stream_submit() - append a command to a stream, or to the graph that is captured from it
+ * stream_submit() - append a command to a stream, or to the graph being captured from it
  *
  * Takes ownership of `command->staged`. Blocks while the context's queue is full.
  */

@@ -3,8 +3,8 @@
 The control library and the simulated driver contain declarations of the types and functions that
 they need, because the header's licence keeps it out of the repository. Both sets of declarations,
 ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests install), are
-compiled, and compared using the debugging information that the compiler writes about them: sizes of
-types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
+compiled, and compared using the debugging information that the compiler generates for them: sizes
+of types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
 whose name begins with "reserved" or "pad" may differ, on either side.
 """
 

@@ -2,12 +2,12 @@
 
     tools/emulated.py --emulator FILE [--bind DIRECTORY]... [--throwaway] ROOT COMMAND [ARGUMENT]...
 
-The kernel starts the emulator for a program by itself (binfmt_misc), so programs of the root can
-start each other as they would on a machine of their architecture. Since Linux 6.7 a user namespace
-has entries of its own, so nothing is registered on this machine: the command runs in namespaces in
-which all users are mapped to themselves, as the first process's child, with its own /proc. It has
-the network of this machine. When it ends, so does everything that it started. With --throwaway,
-what it wrote to the root is then discarded.
+The kernel starts the emulator for a program by itself (binfmt_misc), so programs in the root can
+start each other as they would on a machine of their architecture. Since Linux 6.7, a user namespace
+can have its own binfmt_misc entries, so nothing is registered on this machine: the command runs in
+namespaces in which all users are mapped to themselves, as the first process's child, with its own
+/proc. It uses this machine's network. When it ends, so does everything that it started. With
+--throwaway, what it wrote to the root is then discarded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def must(result: int, what: str) -> None:
-    """Raise OSError if a call of the C library failed."""
+    """Raise OSError if a C library call failed."""
     if result:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -176,7 +176,7 @@ def statuses(*sources: tuple[object, set[str]]) -> list[tuple[str, str]]:
                 meaning = (kind.__doc__ or "").strip().partition("\n")[0]
                 found.setdefault(vars(kind)["status"], []).append(f"`{kind.code}`: {meaning}")  # type: ignore[attr-defined]
     if any("internal" in codes for _, codes in sources):
-        found[70] = ["`internal`: An internal error of Tidegate: report it."]
+        found[70] = ["`internal`: An internal error in Tidegate: report it."]
     return [(f"\\fB{status}\\fR", " ".join(meanings)) for status, meanings in sorted(found.items())]
 
 
@@ -425,7 +425,7 @@ def yaml_5() -> str:
         """,
         """
         Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an
-        option below another: `defaults.memory` is `memory:` below `defaults:`.
+        option within another: `defaults.memory` is `memory:` below `defaults:`.
         """,
     )
     page.section("OPTIONS")

@@ -78,7 +78,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Patch the file below `root`, and return its old text; raise ValueError on a mismatch."""
+        """Patch the file under `root`, and return its old text; raise ValueError on a mismatch."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:

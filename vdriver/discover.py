@@ -1,4 +1,4 @@
-"""Finds the NVIDIA driver below a root, and the files that belong to it.
+"""Finds the NVIDIA driver under a root directory, and the files that belong to it.
 
 Names are examined first, and only files with a driver file's name are opened. The names and
 directories are in libraries.toml; this module knows nothing about the mirror.
@@ -75,7 +75,7 @@ def find_driver(
     read: Read = read_library,
     sockets: bool = False,
 ) -> Driver:
-    """Return the driver below `root`, searching only `directories` if they are given.
+    """Return the driver under `root`, searching only `directories` if they are given.
 
     The driver is complete and of one version, that of the kernel module if one is loaded. Raise
     DriverError if there is no such driver. `read` may cache its results; `sockets` adds the
@@ -128,13 +128,13 @@ def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -
         real = tree.resolve(str(directory))
         if real is None or not os.path.isdir(tree.host(real)):  # noqa: PTH112
             raise DriverError(
-                f"{directory}: no such directory below {tree.root}",
-                hint="the path given with --library-dir is interpreted below --root",
+                f"{directory}: no such directory under {tree.root}",
+                hint="the path given with --library-dir is interpreted relative to --root",
             )
 
 
 def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
-    """Return the directories of Debian's drivers below `directories`, followed by `directories`."""
+    """Return the directories of Debian's drivers under `directories`, followed by `directories`."""
     below = [f"{d}/nvidia/{name}" for d in directories for name in tree.names(f"{d}/nvidia")]
     return [*below, *directories]
 
@@ -388,7 +388,7 @@ def _libraries(
 
 
 def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFile:
-    """Return the file to which the link of the soname leads, or the newest if there is no link."""
+    """Return the file to which the soname link points, or the newest if there is no such link."""
     for directory, file in files:
         if tree.regular(f"{directory}/{file.library.soname}") == file.path:
             return file

@@ -76,7 +76,7 @@ class Library:
 def read_library(path: str | Path) -> Library:
     """Read the ELF file at `path`; LibraryError if it cannot be used.
 
-    A symbolic link at the end of `path` is refused: only the caller knows the root below which
+    A symbolic link at the end of `path` is refused: only the caller knows the root under which
     links are to be resolved.
     """
     name = str(path)
@@ -173,7 +173,7 @@ def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
     except OSError as e:
         is_link = e.errno == errno.ELOOP
         raise _error(name, "a symbolic link" if is_link else e.strerror or str(e)) from e
-    except ValueError as e:  # a zero byte in the name
+    except ValueError as e:  # a NUL byte in the name
         raise _error(repr(name), "not a file name") from e
     try:
         status = os.fstat(fd)
@@ -181,7 +181,8 @@ def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
     except _RefusedError as e:
         # Raised without a cause: ElfCache stores only refusals that depend on the file's content.
         raise _error(name, str(e)) from None
-    # pyelftools raises these for damage. It may also wrap the OSError of a failing disk in them.
+    # pyelftools raises these for damaged files. It may also wrap the OSError of a failing disk in
+    # them.
     except (ELFError, ConstructError, UnicodeDecodeError, struct.error, OSError) as e:
         raise _error(name, f"unreadable or truncated ELF ({type(e).__name__}: {e})"[:200]) from e
     finally:

@@ -81,7 +81,7 @@ class ElfCache:
         self._stored = dict(self._used)
 
     def _same(self) -> bool:
-        # Errors compare by identity: an error that was loaded from the file is one object in both.
+        # Errors compare by identity: an error loaded from the file is the same object in both.
         return self._used == self._stored
 
 

@@ -56,7 +56,7 @@ def find_data(
 
 
 def alternatives_of(directories: Sequence[str]) -> tuple[str, ...]:
-    """Return Debian's names of the drivers in these directories, like `current` or `tesla-470`."""
+    """Return Debian's names for the drivers in these directories, like `current` or `tesla-470`."""
     return tuple(dict.fromkeys(m[1] for d in directories if (m := ALTERNATIVE.search(d))))
 
 

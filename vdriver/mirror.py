@@ -3,12 +3,12 @@
 A generation is written under a temporary name, made durable, and renamed to a name that is derived
 from its content. Only then is `current` switched to it, also by a rename. If this process is killed
 before that, the previous generation stays in force, and the next run removes the temporary files.
-The lock of the output directory allows one run at a time.
+The lock on the output directory allows one run at a time.
 
 If the file system allows it, file content is shared: with the previous generation, or with the
 driver's file, by a reflink or a hard link. A hard link is made only to a file that no user but root
 may write. A program that rewrites the driver's file in place then changes the mirror as well.
-Package managers do not rewrite files: they replace them by renaming new ones. `tidegate verify`
+Package managers do not rewrite files: they rename new ones over them. `tidegate verify`
 reports such a change, and so does the next refresh, which makes a new generation.
 """
 
@@ -67,7 +67,7 @@ def exclusive(output: str | Path) -> Iterator[Path]:
     """Create the generations' directory if it does not exist, and lock it against other runs.
 
     Only the owner may open the directory: any process that can open it can lock it, which would
-    block refreshes and starting containers. An OSError in the body becomes a MirrorError.
+    block refreshes and container starts. An OSError in the body becomes a MirrorError.
     """
     directory = Path(output)
     try:
@@ -89,7 +89,7 @@ def apply_mirror(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> Applied:
-    """Make the plan's generation and put it in force; change nothing if it already is in force.
+    """Make the plan's generation and put it in force; change nothing if it is already in force.
 
     Call this within `exclusive`. With `repair` the content of the generation in force is read, and
     a damaged generation is set aside. `progress` is called with the bytes done and the total.
@@ -134,7 +134,7 @@ def _explain(e: OSError, directory: Path) -> MirrorError:
     if e.errno == errno.EROFS:
         hint = "mount it writable, or name another directory with --output"
     elif e.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-        hint = "move it away, or name another directory with --output"
+        hint = "move it out of the way, or name another directory with --output"
     elif e.errno in (errno.EACCES, errno.EPERM):
         hint = f"run tidegate refresh as root; root has to be able to write to {directory}"
     else:
@@ -512,7 +512,7 @@ def _link(operation: PlannedLink, work: Path) -> ManifestFile:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
-    """Hold the lock of the generations' directory, and yield the directory's descriptor."""
+    """Hold the lock on the generations' directory, and yield the directory's descriptor."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -522,7 +522,7 @@ def locked(directory: Path) -> Iterator[int]:
 
 
 def _remove_stale(output: Path) -> None:
-    """Remove the temporary files of an interrupted run; the lock ensures that no run uses them.
+    """Remove an interrupted run's temporary files; the lock ensures that no run is using them.
 
     A file that cannot be removed (a hard link to an immutable file) stays, which does no harm.
     """

@@ -128,7 +128,7 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
                 for path in {*sought.paths, *aliases}:
                     if f"{layer}/".startswith(f"{path}/"):
                         used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
-        # mountinfo shows a deleted directory as PATH//deleted, which counts as below PATH here.
+        # mountinfo shows a deleted directory as PATH//deleted, which counts as under PATH here.
         root = f"{mount.root}/"
         for name, (device, path) in sought.places.items():
             if mount.device == device and root.startswith(f"{path}/"):

@@ -1,4 +1,4 @@
-"""Finds the processes of the machine that have a directory of the driver's mirror mounted or open.
+"""Finds the processes on the machine that have a directory of the driver's mirror mounted or open.
 
 Linux 6.12 and newer list the mount namespaces. On older kernels the search finds those of the
 threads in /proc, those that an open descriptor keeps alive, and those that a mount pins. It enters
@@ -40,7 +40,7 @@ from vdriver.kernel_calls import (
 )
 from vdriver.mountinfo import MOUNTS, Mount, Sought, names_in_use, parse_mountinfo, show
 
-PROC_USER_INIT_INO = 0xEFFFFFFD  # include/linux/proc_ns.h: the first user namespace
+PROC_USER_INIT_INO = 0xEFFFFFFD  # include/linux/proc_ns.h: the initial user namespace
 NS_MNT_GET_NEXT = 0x8010B70B  # include/uapi/linux/nsfs.h
 NS_MNT_GET_PREV = 0x8010B70C
 CAP_SYS_ADMIN = 21
@@ -204,7 +204,8 @@ class _ChildSearch:
             self._check_hidden(listed=listed)
             if listed:
                 # The list of namespaces is complete without the descriptors. Any user can prolong
-                # the search of descriptors, so a timeout there must not keep a generation.
+                # the search of descriptors, so a timeout there must not cause a generation to be
+                # kept.
                 self._report()
         except _LateError:
             self._fault(f"the search reached its time or mount limit at {self.last}")
@@ -326,7 +327,7 @@ class _ChildSearch:
         return mounts
 
     def _enter_at(self, path: str, inode: int, what: str, *, at: int | None = None) -> None:
-        """Read the namespace `inode`, to which a link below /proc leads, or below `at`.
+        """Read the namespace `inode` through the link at `path`, relative to /proc or to `at`.
 
         If the link leads to another namespace by now, nothing is read: the next round examines the
         process again.
@@ -427,7 +428,7 @@ class _ChildSearch:
         """Read the mounts of the threads whose namespace could not be determined.
 
         With `listed`, note these mounts; otherwise, report the threads whose namespace was not
-        read. To read mountinfo requires less privilege than to follow the link to the namespace,
+        read. Reading mountinfo requires less privilege than following the link to the namespace,
         and mount ids are unique on the machine: a thread that sees a mount that was read is in a
         namespace that was read.
         """

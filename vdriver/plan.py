@@ -20,7 +20,7 @@ from vdriver.tables import Tables, read_tables, stem
 
 LIB64 = "lib64"
 LIB32 = "lib32"
-ORIGIN = "origin"  # below lib64; only the control library searches it
+ORIGIN = "origin"  # in lib64; only the control library searches it
 BIN = "bin"
 DATA = "data"
 SETS = "sets"

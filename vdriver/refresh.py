@@ -63,12 +63,12 @@ def refresh(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> RefreshResult:
-    """Put a mirror of the driver below `root` in force in `output`.
+    """Put a mirror of the driver found under `root` in force in `output`.
 
     `control` is the directory of the two control libraries. With `sockets`, containers get the
     directories with the sockets of the driver's services. With `dry_run` nothing is written. With
     `repair` the content of the generation in force is read and checked. With `accept_loss` the
-    driver may lack files that its mirror has. Without `hard_links` no hard link to a file of the
+    driver may lack files that its mirror has. Without `hard_links` no hard link to a file on the
     host is made. `progress` is called with the number of bytes done and the total. Raise
     DriverError or LibraryError if the driver is not usable, and MirrorError if the mirror cannot
     be made.
@@ -93,7 +93,7 @@ def refresh(
         applied = apply_mirror(
             plan, directory, repair=repair, hard_links=hard_links, progress=progress
         )
-        with contextlib.suppress(OSError):  # on failure, the next run only reads all files again
+        with contextlib.suppress(OSError):  # on failure, the next run just reads all files again
             readings.save()
     before, after = applied.previous, applied.manifest
     return _compare(

@@ -72,7 +72,7 @@ def _hooks(node: ExaminedNode, config: Configuration) -> Iterator[tuple[str, str
             hook = (document or {}).get("hook")
             program = PurePosixPath(str(hook.get("path") if isinstance(hook, dict) else ""))
             yield (
-                f"{path} names the stage {stages[0][:40]}, which CRI-O does not know",
+                f"{path} names the stage {stages[0][:40]}, which CRI-O does not support",
                 f"rm {path} && tidegate setup podman"
                 if program.name.startswith(f"{NAME}-")
                 else f"remove {directory} from CRI-O's hooks_dir, or move the file",

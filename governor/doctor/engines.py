@@ -154,11 +154,11 @@ def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
             yield warning(
                 f"Docker's container {name} has the label {ours[0]}, which no runtime sees: it runs"
                 " without a GPU and without a quota",
-                "write it below annotations: in the compose file (Compose 2.26 or newer), or use"
+                "write it under annotations: in the compose file (Compose 2.26 or newer), or use"
                 " docker run --annotation, and recreate the container",
             )
     if quiet:
-        yield ok(f"no Docker container has a label below {PREFIX}")
+        yield ok(f"no Docker container has a label under {PREFIX}")
 
 
 # containerd

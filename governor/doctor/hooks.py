@@ -150,7 +150,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def stages(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether Buildah knows the stages of all hooks that it reads."""
+    """Check whether Buildah supports the stages of all hooks that it reads."""
     if node.find("podman") is None and node.find("buildah") is None:
         yield note("neither Buildah nor Podman (which includes Buildah) is installed")
         return
@@ -160,7 +160,7 @@ def stages(node: ExaminedNode) -> Iterator[Finding]:
         if unknown:
             right = False
             yield wrong(
-                f"{hook.path} has the stage {unknown[0][:40]}, which Buildah does not know: "
+                f"{hook.path} has the stage {unknown[0][:40]}, which Buildah does not support: "
                 "`podman build` and `buildah run` fail",
                 f"rm {hook.path} && {SETUP}"
                 if is_ours(hook)
@@ -210,7 +210,7 @@ def podman(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def podman_service(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether Podman's running services and containers know the directory of the hooks."""
+    """Check whether Podman's running services and containers use the directory of the hooks."""
     running = services.running(node.root)
     looked, said_by = podman_dirs(node)
     said = node.stat(said_by) if said_by is not None else None

@@ -1,4 +1,4 @@
-"""Check whether the driver's mirror is usable and intact, and whether a new one has room."""
+"""Check whether the driver's mirror is usable and intact, and if there is room for a new one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from governor.verbs.check import look_at_mirror
 from oci_hook.errors import HookError
 from oci_hook.manifest import read_manifest
 
-TYPICAL = 1200 << 20  # bytes; driver 580 has 1.1 GB with its 32-bit libraries and firmware
+TYPICAL = 1200 << 20  # bytes; driver 580 is 1.1 GB with its 32-bit libraries and firmware
 LEAST = 16 << 20
 
 

@@ -24,7 +24,7 @@ from vdriver.tree import Tree
 
 CHUNK, MOST = 64 << 10, 4 << 20
 """Size of one read, and size from which a file counts as too large, in bytes. For comparison:
-containerd's configuration has 10 KiB."""
+containerd's configuration is 10 KiB."""
 TIMEOUT = 10.0  # seconds, for a command; an engine answers within a second
 SEARCH = (
     "/usr/local/sbin",
@@ -161,7 +161,7 @@ class ExaminedNode:
                 return None
             raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
         if len(data) >= MOST:
-            raise UnseenError(f"{path} has more than {MOST >> 20} MiB")
+            raise UnseenError(f"{path} is larger than {MOST >> 20} MiB")
         return data.decode(errors="replace")
 
     def find(self, program: str) -> str | None:

@@ -78,7 +78,7 @@ def hook(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def cdi(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether NVIDIA's devices can be requested by CDI."""
+    """Check whether NVIDIA's devices can be requested through CDI."""
     found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
     for file in found:
         yield note(

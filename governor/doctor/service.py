@@ -165,7 +165,7 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
         yield note("the governor does not answer, so its scheduling is not known")
         return
     by_grants = {gpu["uuid"]: gpu for gpu in gpus if gpu.get("scheduling") != "hardware"}
-    # The governor may run with another setting than the files have by now.
+    # The governor may be running with a setting that differs from the one now in the files.
     missed = [gpu for gpu in by_grants.values() if gpu.get("not_steered")]
     if node.config.scheduling == "gate":
         missed = []

@@ -1,4 +1,4 @@
-"""Estimate for how much of its time on the GPU each process worked.
+"""Estimate how much of its time on the GPU each process spent working.
 
 The driver's trace has a record only where one context ends and another begins. A process that is
 not interrupted stays on the GPU from its first piece of work onward, whether it works or pauses,
@@ -9,15 +9,15 @@ off and on). If all processes together were on the GPU for longer than that, the
 difference.
 
 Some turns show that a process did not pause: a turn that ends with its slice contains no pause,
-because a process that pauses gives up the GPU at once if another process waits. The charge of a
-process is reduced only by pauses that cannot have been in the turns of others. So no process is
+because a process that pauses gives up the GPU at once if another process is waiting. The charge of
+a process is reduced only by pauses that cannot have been in the turns of others. So no process is
 charged less because of what another process does, but a process that paused may be charged too
 much. The estimate is exact for a process that is alone, and where its neighbours are off or work
 all the time.
 
 Samples arrive some time after the interval that they describe. Until then, time is charged at the
 highest rate of any sample of the last second. When a sample arrives, the difference is charged or
-given back. Times are nanoseconds. The module is pure: it uses no file, clock or driver.
+given back. Times are in nanoseconds. The module is pure: it uses no file, clock or driver.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ RATE_HISTORY = 1000 * MS
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
-"""Fraction of its time on the GPU: a process that works for more is charged for all of it."""
+"""Fraction of a process's time on the GPU: a process that works for more than this is charged for
+all of its time."""
 
 
 class Sample(NamedTuple):
@@ -170,7 +171,10 @@ class Activity:
             self._rates = {}
 
     def _settle_until(self, until: int, part: float) -> dict[int, float]:
-        """Settle the time before `until`, with kernels in a fraction `part`; return corrections."""
+        """Settle the time before `until`; return corrections.
+
+        `part` is the fraction of that time in which kernels ran.
+        """
         if until - self._known > LONGEST:
             self._remove_steps(until - ASK)
         length = until - self._known

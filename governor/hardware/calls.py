@@ -1,6 +1,6 @@
 """The driver calls that steer the GPU's own scheduler, as data.
 
-The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects below its own *client*
+The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects under its own *client*
 (NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). The C names here are those of NVIDIA's
 published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
 numbers, sizes and offsets are the same in every branch from 515 to 595, except where `since` or

@@ -42,7 +42,7 @@ class Channel:
             self._socket.sendall(line[n:])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next message and its descriptors, which the caller owns; None at the end."""
+        """Return the next message and its descriptors, which the caller owns; None at EOF."""
         pieces: list[bytes] = []
         descriptors: list[int] = []
         try:

@@ -27,7 +27,7 @@ from governor.hardware import calls
 from governor.hardware.driver import DriverClient
 
 MAX_CLIENTS_PROBED = 4096
-"""Number of clients, the newest, that an ordinary search probes. Older ones were found when they
+"""Number of most recent clients that an ordinary search probes. Older ones were found when they
 were new, except those of processes that started before the governor."""
 MAX_FILES_EXAMINED = 4096
 """Largest number of a process's descriptors that are examined. If the process uses the GPU through

@@ -158,7 +158,7 @@ class DriverClient:
         *,
         handle: int | None = None,
     ) -> int:
-        """Allocate an object below `parent`; return its handle."""
+        """Allocate an object under `parent`; return its handle."""
         if handle is None:
             self._n_handles += 1
             handle = _HANDLES + self._n_handles

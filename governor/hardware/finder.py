@@ -28,7 +28,8 @@ QUIET_S = 0.2
 """The same interval while no process is new and no search is due. A process that then creates its
 first context and works appears in the GPU's trace as well, and is searched because of that."""
 NEW_S = 5.0
-"""Time after a registration for which a process without a context is new: most create one in it."""
+"""Time after its registration for which a process without a context counts as new, in seconds: most
+processes create one within it."""
 RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
@@ -39,7 +40,7 @@ COST = 20
 """Time for which a process is not searched again, as a multiple of the last search's cost."""
 WAITING = 0.1
 """Fraction of a search's duration that its cost includes, in addition to the processor time. Most
-of a long search is a wait for locks of the driver, for instance while many processes create
+of a long search is spent waiting for locks of the driver, for instance while many processes create
 contexts; but that wait delays the other searches."""
 BURST_S = 0.2
 """Cost of a burst of searches in one container, in seconds; after it, searches cost at most 1/COST

@@ -11,7 +11,7 @@ none: it would wait for its window needlessly, and block others during it.
 The threads of the GPUs share a `Board`. In each step, each thread reports what its containers do.
 The windows are placed once per period, from the reports received until then, so they are the same
 on all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a
-GPU do not overlap. Times are nanoseconds, shares are fractions of one GPU.
+GPU do not overlap. Times are in nanoseconds, and shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ window, and keeps it while it uses at least the second."""
 TINY = 1e-6
 """Tolerance in comparing sums of guarantees."""
 RECENT = 3 * PERIOD
-"""Time for which a GPU's report is valid. If it is older, the GPU's thread has ended or hangs."""
+"""Time for which a GPU's report is valid. If it is older, the GPU's thread has ended or hung."""
 
 
 class Joins(Protocol):

@@ -34,7 +34,7 @@ NAME = "steering.json"
 WITHIN_S = 25.0
 """Longest duration of a test, in seconds."""
 POLL_S = 0.1
-"""Interval at which a waiting test checks whether the governor is ending, in seconds."""
+"""Interval at which a waiting test checks whether the governor is shutting down, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of a killed process, which a driver that hangs may delay, in seconds."""
 ANSWER_S = 5.0
@@ -42,7 +42,7 @@ ANSWER_S = 5.0
 WORK_MS = 40
 OFF_S = 0.1
 """Time for which a process with WORK_MS of work is switched off, in seconds: more than twice the
-time in which it would end."""
+time in which the work would otherwise end."""
 LATE_NS = 2_000_000
 """Time for which a process may still work after the call that switches it off, in ns."""
 HELD = 1.5
@@ -65,7 +65,7 @@ class WithoutEffectError(Exception):
 
 
 class NotProbedError(Exception):
-    """The test could not be made; the message is one line."""
+    """The test could not be run; the message is one line."""
 
 
 class Work(NamedTuple):
@@ -182,8 +182,8 @@ def probe(
     """Test the calls on a GPU that no other process uses, with the libcuda at `library`.
 
     `computing` returns the pids of the processes that compute on the GPU, and `ending` whether the
-    governor is ending. Raise WithoutEffectError if a call has no effect, NotProbedError if the test
-    cannot be made or has to end, and the errors of `hardware` and `computing`.
+    governor is shutting down. Raise WithoutEffectError if a call has no effect, NotProbedError if
+    the test cannot be run or has to stop, and the errors of `hardware` and `computing`.
     """
     until = time.monotonic() + WITHIN_S
     own: set[int] = set()

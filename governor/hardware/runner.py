@@ -415,7 +415,7 @@ class HardwareRunner(Runner):
                 self._calls.get_nowait()
 
     def _step(self, steering: Steering[Any], hardware: Closeable) -> bool:
-        """Run a step, and the calls that arrive before the next one; return False at the end."""
+        """Run a step, and the calls that arrive before the next one; return False once closed."""
         wake = steering.step() / 1e9
         before = self._used_before
         self._used = before | {i: before.get(i, 0) + ns for i, ns in steering.used_ns.items()}

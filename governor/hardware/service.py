@@ -74,7 +74,7 @@ class SteeringService:
     """Serves governors that connect to a listening socket."""
 
     def __init__(self, listener: socket.socket, open_gpu: Open, *, is_passed: bool) -> None:
-        """Serve at `listener`; if `is_passed`, `run` returns after the last session.
+        """Serve on `listener`; if `is_passed`, `run` returns after the last session.
 
         A listener is passed if the service manager owns it.
         """
@@ -228,7 +228,7 @@ def _answer(
 ) -> dict[str, Any]:
     """Return the answer to a request, or an error."""
     if request is None:
-        return {"error": f"the steering service does not know the request {name[:40]!r}"}
+        return {"error": f"the steering service does not support the request {name[:40]!r}"}
     try:
         return request(message)
     except (OSError, DriverCallError) as e:

@@ -1,4 +1,4 @@
-"""Carry out the policy on one GPU: read the use, decide, switch channels and set time slices.
+"""Carry out the policy on one GPU: read its usage, decide, switch channels and set time slices.
 
 A step takes as long as its driver calls, so it runs on a separate thread. Containers are switched
 on before others are switched off, so that the GPU does not idle in between.
@@ -226,7 +226,7 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def step(self) -> int:
-        """Account, decide and carry out; return the time of the next step, on the clock."""
+        """Account for use, decide and act; return the time of the next step, on the clock."""
         used: Counter[int] = Counter()
         times = self._hardware.used_ns()
         now = self._clock()

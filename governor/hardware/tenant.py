@@ -1,7 +1,7 @@
 """State of one container in the policy for a GPU's own scheduler: its shares, use and debts.
 
 The module is pure, as the policy is. `policy` explains the terms (period, turn, rank, circle).
-Times are nanoseconds, shares are fractions of one GPU.
+Times are in nanoseconds, and shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Second:
     """The GPU time that a container used within the last second, to the accuracy of a step."""
 
     def __init__(self) -> None:
-        # Begin and end of the use of the GPU in each step, and the GPU time.
+        # Beginning and end of the use of the GPU in each step, and the GPU time.
         self._parts: deque[tuple[int, int, float]] = deque()
         self._sum = 0.0
 
@@ -226,7 +226,7 @@ class Tenant:
 
     @property
     def left_of_turns(self) -> float:
-        """The part of this period's turns that it has not used, without a credit."""
+        """The part of this period's turns that it has not used, not counting a credit."""
         return self.share.limit * PERIOD - max(0.0, self.carried) - self.spent
 
     @property

@@ -20,8 +20,8 @@ from governor.hardware.driver import DriverCallError, DriverClient, DriverGpu
 EARLY = 0.9
 """Fraction of the slice: a turn shorter than this ended for lack of work."""
 LATE = 1.3
-"""Fraction of the slice: if a turn is longer than this, no other context waited when its slice
-ended. A turn normally exceeds its slice by RESTORE, and by up to 0.1 ms more (H200)."""
+"""Fraction of the slice: if a turn is longer than this, no other context was waiting when its
+slice ended. A turn normally exceeds its slice by RESTORE, and by up to 0.1 ms more (H200)."""
 RESTORE = 60_000
 """Time at the beginning of a turn in which the context is restored and nothing runs, in nanoseconds
 (H200: a kernel of 1.002 ms takes turns of 1.063 to 1.065 ms). It is charged to no process."""

@@ -86,7 +86,7 @@ class Watchdog:
         self._announced = list(off)
 
     def _write(self, off: Sequence[Any], *, is_news: bool) -> None:
-        # If nothing has changed, an empty line shows that the governor works.
+        # If nothing has changed, an empty line shows that the governor is working.
         line = json.dumps(list(off)).encode() + b"\n" if is_news else b"\n"
         if os.write(self._fd, line) != len(line):
             raise BlockingIOError("the watchdog does not read")

@@ -69,7 +69,8 @@ class Root:
         real = Tree(self.root).resolve(here)
         if real is None:
             raise SetupError(
-                f"{self.shown(path)} is a symbolic link that leads to no file below {self.root}",
+                f"{self.shown(path)} is a symbolic link that does not lead to a file under"
+                f" {self.root}",
                 hint="repair or remove the link",
             )
         return real
@@ -96,7 +97,7 @@ class Root:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
             raise SetupError(
-                f"{shown} has more than {LIMIT >> 20} MiB", hint="that is not a configuration file"
+                f"{shown} is larger than {LIMIT >> 20} MiB", hint="that is not a configuration file"
             )
         return HostFile(
             shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid

@@ -2,10 +2,10 @@
 
 The hooks are in a separate directory. A drop-in of containers.conf adds it to the directories that
 Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
-which only Podman knows. Buildah, which Podman also uses for `podman build`, reads the two
-directories of oci-hooks(5) regardless of hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45),
-and fails at each RUN step if a file there has a stage that it does not know. CRI-O does not start
-with such a file.
+which only Podman supports. Buildah, which Podman also uses for `podman build`, reads the two
+directories of oci-hooks(5) regardless of hooks_dir (setupOCIHooks in run_linux.go, 1.28 to 1.45),
+and fails at each RUN step if a file there has a stage that it does not support. CRI-O does not
+start with such a file.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _directory(known: list[str]) -> str:
 
 
 def _require_own(root: Root, directory: str) -> None:
-    """Refuse a directory that is also read by programs that do not know the stage precreate."""
+    """Refuse a directory that is also read by programs that do not support the stage precreate."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
             f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image if "

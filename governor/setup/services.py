@@ -1,9 +1,9 @@
 """Find Podman's processes that still use the hook directories with which they started.
 
-`podman system service` reads containers.conf only when it starts. A container's monitor, conmon,
-has the command by which Podman restarts the container; since Podman 5.8, the directories are
-options of that command. In both cases, the files in those directories are read at each start of a
-container.
+`podman system service` reads containers.conf only when it starts. The command by which Podman
+restarts a container is among the arguments of the container's monitor, conmon; since Podman 5.8,
+the directories are options of that command. In both cases, the files in those directories are read
+at each start of a container.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PodmanService:
     """A process that serves Podman's API; `started` is in seconds since 1970."""
 
     pid: int
-    unit: str | None  # systemd unit, None if it was started otherwise
+    unit: str | None  # systemd unit, None if it was started in another way
     started: float
 
     @property

@@ -90,9 +90,9 @@ def _main_file(file: Path) -> Path:
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, str | None]:
     """Make the checks that the hook makes before it serves a container from the mirror.
 
-    Return the manifest of the generation in force, and a change since it was made with which
-    containers still start, or None. Raise HookError for a change with which they do not. `root` is
-    the node's root directory.
+    Return the manifest of the generation in force, and a later change that does not prevent
+    containers from starting, or None. Raise HookError for one that does. `root` is the node's root
+    directory.
     """
     from oci_hook.manifest import (
         MODULE_VERSION,

@@ -82,7 +82,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         yield f"claims {uids} determine how much of which GPU it gets: tidegate claims shows them"
         refuse_beside(container.annotations, f"claim {uids}")
     elif not container.annotations:
-        yield "no annotation below tidegate.gpu/: the container is left alone"
+        yield "no annotation under tidegate.gpu/: the container is left alone"
         return
     request = parse_annotations(container.annotations)
     check_request(request, container.annotations)
@@ -107,7 +107,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 class _Container(NamedTuple):
     """A container, as described by the command line."""
 
-    annotations: dict[str, str]  # those below tidegate.gpu/
+    annotations: dict[str, str]  # those with the prefix tidegate.gpu/
     root: str | None  # its root file system; None if none was named
     volumes: tuple[str, ...]  # where the bundle mounts something, relative to the root
     document: dict[str, Any]  # the bundle's config.json, empty without one
@@ -147,7 +147,7 @@ def _container(args: argparse.Namespace) -> _Container:
             annotations[name] = value
         elif name in PARSERS:
             raise RequestError(
-                f"--annotation {given} is not below {PREFIX}",
+                f"--annotation {given} does not begin with {PREFIX}",
                 hint=f"did you mean {PREFIX}{name}?",
             )
     return _Container(annotations, root, volumes, document)

@@ -7,7 +7,7 @@
              follows the call. The fast path skips both, and is not taken while `needed` is true.
 - `copy`     copies or fills: `copy` is an expression for its size and direction (copies.h). A copy
              or fill within the GPU's memory passes the gate. Others are counted, and so are small
-             copies by calls that do not name the direction.
+             copies by calls that do not specify the direction.
 - `charge`   takes device memory: `size` is reserved before the driver is called, and `pointer`
              names the block afterwards. `settle` (optional) is the size once the driver has
              answered, and `kind` is one of account.h's kinds. `instead` (optional) is called in

@@ -1,7 +1,7 @@
 """Rows of the API table for functions that use device memory, but allocate none and start no work.
 
-They wait while the container's memory is parked in host memory. The driver checks addresses in
-these calls, or writes to them.
+They wait while the container's memory is parked in host memory. In these calls, the driver checks
+addresses, or writes to them.
 """
 
 from __future__ import annotations

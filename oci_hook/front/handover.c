@@ -151,7 +151,7 @@ static bool send_request(int server, const char *role, char *const arguments[])
 /*
  * Sends standard input, files in place of the outputs, the working directory and one end of a pipe.
  * Returns the other end, or -1 on failure. That end closes when this process ends, and the kernel
- * then signals the server's child. Called only when a child waits for the descriptors: in the
+ * then signals the server's child. Called only when a child is waiting for the descriptors: in the
  * queue of a stopped server, they would keep the runtime's pipe open.
  *
  * The outputs themselves are not sent: runtimes written in Go wait until every process that has

@@ -156,8 +156,8 @@ int main(int argc, char *argv[])
         is_whole = text_read(STDIN_FILENO, CONFIG_LIMIT, &input);
         if (is_whole && is_done(&options, &input))
             return 0;
-        /* Of an input that is too large, the part that was read is handed over: the script reports
-         * the error. */
+        /* If the input is too large, the part that was read is handed over: the script reports the
+         * error. */
         if (!is_whole && input.size <= CONFIG_LIMIT)
             handover_fail(failed, "tidegate: standard input cannot be read to its end; the runtime "
                                   "has to write to it, and to close it\n");

@@ -49,8 +49,8 @@ static bool is_among(const char *word, const char *const names[])
     return false;
 }
 
-/* Returns the kind of an option. It stands before the command, or belongs to `delete` or to a
- * command that creates a container. */
+/* Returns the kind of an option, which precedes the command, or belongs to `delete` or to a command
+ * that creates a container. */
 static enum kind kind_of(const char *name, const char *command)
 {
     static const char *const values[] = {"cgroup-manager", "criu", "log",      "log-format",

@@ -159,7 +159,7 @@ class ForkServer:
             on_failure.callback(self.process.kill)
             while not self.socket.exists():
                 assert self.process.poll() is None, self.process.communicate()[1]
-                assert time.monotonic() < deadline, "the fork server does not listen"
+                assert time.monotonic() < deadline, "the fork server is not listening"
                 time.sleep(0.01)
             on_failure.pop_all()
 

@@ -164,7 +164,7 @@ def test_hooks_in_a_directory_that_buildah_reads_are_found_and_moved(site: Podma
         assert 'unable to setup OCI hooks: unknown stage "precreate"' in ran.text
     assert site.doctor("hooks.stages") == [
         (
-            f"wrong: {FORMER}/50-tidegate-devices.json has the stage precreate, which Buildah does not know: "
+            f"wrong: {FORMER}/50-tidegate-devices.json has the stage precreate, which Buildah does not support: "
             "`podman build` and `buildah run` fail "
             f"-> rm {FORMER}/50-tidegate-devices.json && tidegate setup podman"
         )

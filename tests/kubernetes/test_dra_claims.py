@@ -200,7 +200,7 @@ def test_a_refusal_names_the_claim_and_the_fault() -> None:
     assert "has no device of tidegate.gpu" in refusal(document)
     del document["status"]["allocation"]
     assert "is not allocated" in refusal(document)
-    with pytest.raises(ClaimError, match=r"has the uid .*, but the kubelet prepares else"):
+    with pytest.raises(ClaimError, match=r"has the uid .*, but the kubelet is preparing else"):
         read_claim(document, Reference("b", "a", "else"), NODE, DEVICES)
     with pytest.raises(ClaimError, match="which is not valid"):
         read_claim(document, Reference("b", "a", "../../etc/cron.d/x"), NODE, DEVICES)

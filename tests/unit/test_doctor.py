@@ -71,7 +71,7 @@ def test_fifos_and_huge_files_are_not_read(tmp_path: Path) -> None:
     ]
     huge = host.put("etc/docker/daemon.json")
     os.truncate(huge, MOST)
-    assert host.check("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]
+    assert host.check("docker.runtime") == ["unseen: /etc/docker/daemon.json is larger than 4 MiB"]
 
 
 def test_links_are_resolved_below_the_root(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     host.put(f"{CONF_D}/60.conf", '[crio.runtime]\nhooks_dir = ["/opt/hooks.d/"]\n')
     assert host.check("crio.configuration") == [
         (
-            "wrong: CRI-O does not start: /opt/hooks.d/x.json names the stage precreate, which CRI-O does not know"
+            "wrong: CRI-O does not start: /opt/hooks.d/x.json names the stage precreate, which CRI-O does not support"
             f" -> {remedy}"
         )
     ]

@@ -63,7 +63,7 @@ def set_running(host: Host, version: str = "26.1.5", **info: Any) -> None:
 
 def test_a_container_that_asks_by_a_label_is_named(host: Host) -> None:
     assert host.check("docker.labels") == ["note: Docker is not installed (docker)"]
-    right = ["ok: no Docker container has a label below tidegate.gpu/"]
+    right = ["ok: no Docker container has a label under tidegate.gpu/"]
     host.program("usr/bin/docker", "one\t\ntwo\tcom.example=a,other.tidegate.gpu/x=1\n")
     assert host.check("docker.labels") == right
     host.program("usr/bin/docker", "one\t\ntrain-1\tx=1,tidegate.gpu/memory=4Gi,y=2\n")
@@ -474,7 +474,7 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
     host.json(LOCAL, hook_file())
     assert host.check("hooks.stages") == [
         (
-            f"wrong: {path} has the stage precreate, which Buildah does not know: `podman build` and `buildah run` fail"
+            f"wrong: {path} has the stage precreate, which Buildah does not support: `podman build` and `buildah run` fail"
             f" -> rm {path} && tidegate setup podman"
         )
     ]

@@ -227,8 +227,8 @@ def test_two_governors_do_not_steer_one_gpu(
 
 
 NO_REQUESTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"no": 1}, "does not know the request 'no'"),
-    ({}, "does not know the request ''"),
+    ({"no": 1}, "does not support the request 'no'"),
+    ({}, "does not support the request ''"),
     ({"switch": 5, "on": True}, "does not understand the request: TypeError"),
     ({"switch": [["a", "b"]], "on": True}, "does not understand the request: ValueError"),
     ({"slice": [1]}, "does not understand the request"),

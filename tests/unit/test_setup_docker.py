@@ -123,7 +123,7 @@ def test_existing_content_keeps_its_formatting(root, capsys, before, after):
         ('{"runtimes": null}', '"runtimes" in'),
         ('{"runtimes": {"tidegate": {"path": "/opt/other"}}}', "not /usr/bin/tidegate-runtime"),
         ('{"runtimes": {"tidegate": "x"}}', "not /usr/bin/tidegate-runtime"),
-        (b" " * ((4 << 20) + 1), "has more than 4 MiB"),
+        (b" " * ((4 << 20) + 1), "is larger than 4 MiB"),
     ],
 )
 def test_an_invalid_file_or_a_foreign_runtime_is_refused_in_one_line(root, capsys, content, words):
@@ -282,7 +282,7 @@ def test_a_link_out_of_the_root_leads_nowhere(root, tmp_path_factory, capsys):
         (root / "etc/docker/daemon.json").unlink(missing_ok=True)
         (root / "etc/docker/daemon.json").symlink_to(target)
         assert setup(root, "docker") == 73
-        assert "is a symbolic link that leads to no file below" in capsys.readouterr().err
+        assert "is a symbolic link that does not lead to a file under" in capsys.readouterr().err
     (root / "etc/docker/daemon.json").unlink()
     (root / "etc/docker").rmdir()
     (root / "etc/docker").symlink_to(outside.parent)

@@ -141,7 +141,7 @@ def test_explain_reads_a_bundle(host, capsys):
     assert explain(host, "--bundle", str(host / "bundle")) == 0
     assert (
         capsys.readouterr().out
-        == "no annotation below tidegate.gpu/: the container is left alone\n"
+        == "no annotation under tidegate.gpu/: the container is left alone\n"
     )
 
 

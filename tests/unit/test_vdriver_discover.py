@@ -374,7 +374,7 @@ def test_a_missing_root_or_directory_is_reported(tmp_path):
         find_driver(tmp_path / "nowhere")
     put(tmp_path / "file", b"")
     for name in ("/nope", "/file", str(tmp_path)):
-        with pytest.raises(DriverError, match=rf"{name}: no such directory below {tmp_path}; "):
+        with pytest.raises(DriverError, match=rf"{name}: no such directory under {tmp_path}; "):
             find_driver(tmp_path, [name])
 
 

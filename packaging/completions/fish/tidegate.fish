@@ -174,7 +174,7 @@ complete -c tidegate -n '_shtab_tidegate_using refresh' -l no-hard-links -d 'cop
 complete -c tidegate -n '_shtab_tidegate_using refresh' -l dry-run -d 'write nothing; list what would be made'
 complete -c tidegate -n '_shtab_tidegate_using refresh' -l verbose -d 'list every name that changed'
 complete -c tidegate -n '_shtab_tidegate_using refresh' -l json -d 'print one JSON document'
-complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a verify -d 'Check a generation of the mirror, content and loading.'
+complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a verify -d 'Check the content of a generation of the mirror, and that it loads.'
 complete -c tidegate -n '_shtab_tidegate_using verify' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '_shtab_tidegate_using verify' -l driver-dir -xka "(__fish_complete_directories)" -d 'where generations are (default /var/lib/tidegate/driver)'
 complete -c tidegate -n '_shtab_tidegate_using verify' -l no-load -d 'check files only; load no library'

@@ -139,7 +139,7 @@ class Churn:
         self._next_at = time.monotonic() + self.draw.choice(BETWEEN_S)
 
     def step(self) -> None:
-        """Begin containers that are ready, kill those that are due, and remove ended ones."""
+        """Let ready containers begin to work, kill those that are due, and remove ended ones."""
         for visit in [*self.present]:
             visit.begin()
             if visit.end(self.node):

@@ -25,7 +25,7 @@ The delivered share is this progress divided by the time that passed. Neither th
 accounting nor the driver's utilisation figure is used. The error is the mean distance between
 delivered share and quota over all windows, averaged over the containers, in percentage points.
 
-A job that is limited by the GPU's power when it runs alone runs faster if it has the GPU for only a
+A job that reaches the GPU's power limit when it runs alone runs faster if it has the GPU for only a
 part of the time. On an H200, a GEMM with a cap of 45 % and no other container beside it gets 45 %
 of the time and completes 50.7 % of the work that it completes alone. It is shown with more than its
 quota, which is not an error.
@@ -51,7 +51,7 @@ OVERHEAD = """\
 `python -m bench.overhead` runs one C program natively and in a container with a quota, in turn
 (A B B A), each time as a new process. The figure of a run is the median of its batches of calls.
 The difference is the median of the differences of the pairs of runs, which is not the difference
-of the medians next to it. The 95 % interval is a bootstrap of the pairs.
+of the medians next to it. The 95 % interval is bootstrapped from the pairs.
 
 - `launch` is the mean over a batch of launches, `launch-median` the median launch.
 - `alloc-async` is `cuMemAllocAsync` and `cuMemFreeAsync`.
@@ -162,14 +162,14 @@ CHURN = """\
 ## Containers that come and go
 
 `python -m bench.churn` starts up to eight containers of random shares and kinds of work beside one
-that always has work and has 20 % as guarantee and cap. Some end by themselves after some seconds,
+that always has work and has 20 % as guarantee and cap. Some end by themselves after a few seconds,
 others by SIGKILL. All guarantees together fit on the GPU.
 
 The share of a container is its work from one second after its first unit, in percent of what it
 does alone in that time. It is measured for containers that always have work and live for at least
-two seconds. "Below" is the largest distance of a container below its guarantee, in points.
-"Seconds" is how long the container ran that is present in every arm. There is no run without
-Tidegate, which would guarantee nothing.
+two seconds. "Below" is how far the worst container was below its guarantee, in points.
+"Seconds" are the shares, in windows of one second, of the container that runs in every arm.
+There is no run without Tidegate, which would guarantee nothing.
 """
 
 

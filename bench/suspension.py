@@ -58,7 +58,7 @@ NEIGHBOUR = ArmContainer(30, limit=100)
 
 
 def read_turns(container: Running) -> list[tuple[float, float, float]]:
-    """Return each iteration's end in seconds, and its duration in ms by the host and by events."""
+    """Return each iteration's end in s, and its duration in ms, as timed by host and events."""
     lines = (container.out / "turns").read_text().splitlines()
     return [(float(a), float(b), float(c)) for a, b, c in (line.split() for line in lines)]
 
@@ -170,7 +170,7 @@ def measure(node: BenchNode, held: int, rounds: int) -> dict[str, Any]:
 
 
 def neighbour_rates(times: Sequence[int], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the neighbour's units per second during the moves, and during the suspensions."""
+    """Return the neighbour's units per second during the calls, and during the suspensions."""
 
     def rate(spans: Sequence[tuple[int, int]]) -> float:
         seconds = sum(end - begin for begin, end in spans) / NS_PER_S

@@ -172,7 +172,7 @@ class Group:
         if not parts or ".." in parts or "." in parts:
             raise CannotFreezeError(f"control group {path!r} belongs to no single container")
         if hierarchy not in mounts:
-            raise CannotFreezeError(f"no hierarchy {hierarchy or 'of version 2'} is mounted")
+            raise CannotFreezeError(f"no {hierarchy or 'version 2'} hierarchy is mounted")
         self.hierarchy, self.path = hierarchy, path
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:

@@ -44,7 +44,7 @@ class GpuQuotas:
     def parkable_by_unit(self) -> Counter[str]:
         """Return the memory of the containers and claims that may be parked, by name.
 
-        A container may have all shares of its claim, so they have to fit together.
+        A container may have all shares of its claim, so all of them have to fit at the same time.
         """
         sizes: Counter[str] = Counter()
         for key, quota in self.quotas.items():
@@ -110,7 +110,7 @@ class NodeGpus:
         return min(int(whole * times), whole + self.config.memory.host_limit)
 
     def room(self, gpu: GpuQuotas, quota: Quota, unit: str = "") -> Room:
-        """Return what a GPU has left for a container with `quota`, which may allow parking or not.
+        """Return what a GPU has left for a container; its `quota` may or may not allow parking.
 
         `unit` names the claim to which the quota belongs.
         """

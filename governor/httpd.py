@@ -1,4 +1,4 @@
-"""A minimal HTTP server for metrics and the page: GET, one request per connection, local only.
+"""A minimal HTTP server for metrics and the web page: GET, one request per connection, local only.
 
 It has neither authentication nor TLS, so it listens only on a socket below `runtime_dir`, for root
 and its group, or on a loopback address, for every user of this machine.
@@ -146,7 +146,7 @@ Listening = AbstractContextManager[socket.socket | None]
 class Offer:
     """The address of an endpoint.
 
-    An unavailable one is tried again, and is no reason to end, because quotas hold without it.
+    An unavailable address is retried, and does not end the governor: quotas hold without it.
     """
 
     def __init__(self, listening: Callable[[], Listening]) -> None:

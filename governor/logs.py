@@ -1,4 +1,4 @@
-"""Set up logging of the services: an event per line on stderr, as JSON unless on a terminal."""
+"""Set up logging for the services: one event per line on stderr, as JSON unless on a terminal."""
 
 from __future__ import annotations
 

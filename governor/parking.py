@@ -58,7 +58,7 @@ class Parking:
         arenas: Arenas,
         memory: int,
     ) -> None:
-        """`memory` is the size of the GPU's memory in bytes; larger reports are reduced to it."""
+        """`memory` is the GPU's memory in bytes; larger reported values are capped at it."""
         self._grant, self._ledger, self._memory = grant, ledger, memory
         self._processes, self.arenas = processes, arenas
 

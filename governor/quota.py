@@ -12,7 +12,7 @@ UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 
 def show_memory(amount: int) -> str:
-    """Return a number of bytes as text: `256Mi`, or rounded down, `286.1 MiB`."""
+    """Return a number of bytes as text: `256Mi` or, rounded down, `286.1 MiB`."""
     if amount < UNITS["Ki"]:
         return f"{amount} byte{'s' * (amount != 1)}"
     unit, size = next((u, s) for u, s in reversed(UNITS.items()) if amount % s == 0)

@@ -367,7 +367,7 @@ class ConvertedPod:
             elif key == "nvidia.com/vgpu-mode":
                 mps = text == "mps"
                 if text not in {"mps", "hami-core"}:
-                    self.note(f"{key}: {text}", "whole GPUs are shared")
+                    self.note(f"{key}: {text}", "Tidegate shares only whole GPUs")
             elif key == "tencent.com/vcuda-core-limit":
                 limit = _whole_number(value)
                 if limit is None or not 0 < limit <= 100:

@@ -174,7 +174,7 @@ def _check_time(context: Any, reference: Reference) -> None:
 
 def _internal_error(reference: Reference, e: Exception) -> str:
     log.error("claim-failed", uid=reference.uid, error=repr(e), exc_info=e)
-    return f"{reference}: internal error of the driver: {e!r}"[:500]
+    return f"{reference}: internal error in the driver: {e!r}"[:500]
 
 
 class Registration:

@@ -249,8 +249,8 @@ CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGra
     return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
 }
 
-/* After the end of such a capture, the driver's answers about the stream suffice again. None of the
- * errors that cuda.h lists ends the capture. */
+/* After the end of a capture to a command list, the driver's answers about the stream suffice
+ * again. None of the errors that cuda.h lists ends the capture. */
 static CUresult capture_to_graphics_ended(CUstream stream, CUresult result)
 {
     if (result == CUDA_SUCCESS)

@@ -56,7 +56,7 @@ struct gate {
     uint32_t given_up; /* marker behind that work; kept when `given_up_ns` is cleared */
     unsigned n_spins;  /* grants left in which late work is not waited for */
     unsigned n_long;   /* grants left in which late work is waited for */
-    /* How many times late work was given up or tried, since it was last found to be long. */
+    /* How many times late work has been given up or tried since it was last found to be long. */
     unsigned n_tries;
     uint32_t tried;          /* marker that is waited for as a trial; 0: none */
     uint64_t tried_late;     /* how late that marker was at the last check, in ns */

@@ -1,8 +1,8 @@
 /*
- * Charges modules and libraries at the calls that load, use and unload them.
+ * Charges modules and libraries in the calls that load, use and unload them.
  *
  * Their code and their global variables take device memory. What a load takes is measured (loads.h)
- * and given back when the module or library ends.
+ * and given back when the module or library goes away.
  *
  * A library is loaded into a context when its first kernel is requested there. Programs do not
  * expect this request to fail for lack of memory, and the code of a framework is large. A load that

@@ -123,7 +123,7 @@ def write_usage(
 ) -> None:
     """Replace the entries for the container's processes in the usage part of a grant file.
 
-    `entries` have fields of `usage_entry`; a field per GPU is a sequence, which may end before the
+    `entries` have fields of `usage_entry`; a per-GPU field is a sequence, which may end before the
     last GPU. Missing numbers are 0. `time_us` is the current time in microseconds since 1970. A
     reader that reads at the same time sees that the sequence number is odd or has changed, and
     reads again.

@@ -115,7 +115,7 @@ static inline void parking_end_copy(CUstream stream, CUresult *resultp)
 
 /* ---- parking_blocks.c ---- */
 
-/* A block of another process, which this one has opened by CUDA IPC. */
+/* A block of another process, which this one has opened through CUDA IPC. */
 struct parking_origin {
     uint64_t process; /* the random number by which that process is identified; never 0 */
     uint64_t serial;  /* of the block in that process */
@@ -198,7 +198,7 @@ void parking_note_buffer(uint64_t base, uint64_t number);
 void parking_fix(uint64_t base); /* the block stays on the GPU from now on */
 
 /* Marks the block that contains an address as one that other processes may open, and copies it.
- * Used within a call that has entered. Returns false if there is none. */
+ * Used between parking_enter() and parking_leave(). Returns false if there is none. */
 bool parking_export(uint64_t address, struct parking_block *found);
 
 /* Returns a file descriptor for a block that other processes may open, or -1. */

@@ -2,10 +2,10 @@
  * The blocks that can be moved: memory of at least 1 MiB that cuMemAlloc and cuMemAllocPitch return
  * in a container whose memory may be parked.
  *
- * To the application such a block is like any other from cuMemAlloc. Where the driver distinguishes
- * the two, the library answers (pointers.c). A block that is requested while a stream is capturing
- * is allocated by the driver's cuMemAlloc and cannot be moved, because the driver then allows or
- * refuses the call according to the capture's mode.
+ * To the application such a block is like any other from cuMemAlloc. Where the driver would
+ * distinguish the two, the library answers in its place (pointers.c). A block that is requested
+ * while a stream is capturing is allocated by the driver's cuMemAlloc and cannot be moved, because
+ * the driver then allows or refuses the call according to the capture's mode.
  */
 #include "parking.h"
 
@@ -30,7 +30,7 @@ CUresult parking_map_handle(const struct parking_block *block, CUmemGenericAlloc
     return result;
 }
 
-/* The allocation can be exported, because the application may share any block by CUDA IPC. */
+/* The allocation can be exported, because the application may share any block through CUDA IPC. */
 CUresult parking_map(struct parking_block *block)
 {
     CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -334,7 +334,8 @@ bool parking_close_import(CUdeviceptr address, CUresult *resultp)
     return found;
 }
 
-/* A context has ended, and with it the blocks that were allocated in it. The caller has entered. */
+/* A context has ended, and with it the blocks that were allocated in it. The caller has called
+ * parking_enter(). */
 void parking_context_gone(uint8_t owner)
 {
     struct parking_block block;

@@ -194,7 +194,7 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
                 )
                 noted = True
         except OSError as e:
-            skipped.append(f"what is created for this container will not be removed: {e.strerror}")
+            skipped.append(f"what was created for this container will not be removed: {e.strerror}")
         if skipped:
             event.fields["skipped"] = skipped
         event.phase("apply")

@@ -4,7 +4,7 @@
  * An allocation node gets its address when it is added, in a range that belongs to the graph. It
  * may reuse the addresses of an allocation that a free node ended, if that node was added earlier.
  * Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. When the graph
- * ends, its memory is kept for the next graph, until the device is trimmed.
+ * is destroyed, its memory is kept for the next graph, until the device is trimmed.
  */
 #include "driver.h"
 
@@ -14,7 +14,7 @@
 
 #define UNIT       (32ull << 20)
 #define BLOCK_UNIT 512ull
-#define ROOM       4 /* addresses of one graph, as a multiple of the device's memory */
+#define ROOM       4 /* size of a graph's address range, as a multiple of the device's memory */
 
 struct span {
     size_t start;
@@ -224,7 +224,7 @@ static void give(struct graph_memory *memory)
     memory->held = 0;
 }
 
-/** graphmem_leave() - drop the reference of a graph, or of its executable graph, at its end */
+/** graphmem_leave() - drop the reference of a graph or executable graph that is destroyed */
 void graphmem_leave(struct graph_memory *memory, bool instantiated)
 {
     struct graph_memory **link = &memories;
@@ -247,7 +247,7 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
     free(memory);
 }
 
-/** graphmem_trim() - give back the device memory that is still cached from ended graphs */
+/** graphmem_trim() - give back the device memory that is still cached from destroyed graphs */
 void graphmem_trim(int ordinal)
 {
     memory_refund(driver.devices[ordinal], devices[ordinal].cached);

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs Tidegate below DESTDIR, for `make install` and for both package formats.
+"""Installs Tidegate under DESTDIR, for `make install` and for both package formats.
 
     tools/install.py --build build/install --vendor build/vendor [--destdir DIR] [--prefix /usr]
 
@@ -59,7 +59,7 @@ COMPLETIONS = {
 
 
 class Installer:
-    """Installs files below a root, with modes that do not depend on the umask."""
+    """Installs files under a root, with modes that do not depend on the umask."""
 
     def __init__(self, destdir: Path, prefix: str) -> None:
         self.destdir = destdir
@@ -67,7 +67,7 @@ class Installer:
         self.written: set[Path] = set()
 
     def place(self, path: str) -> Path:
-        """Return the target of a path, below the prefix unless absolute; create its parent."""
+        """Return the target of a path, under the prefix unless absolute; create its parent."""
         target = self.destdir / str(PurePosixPath(self.prefix, path)).lstrip("/")
         missing = [d for d in (target.parent, *target.parent.parents) if not d.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)

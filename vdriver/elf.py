@@ -315,7 +315,7 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
     while at + header.size < len(data):
         # Name and content are padded to a multiple of four, whatever the segment's alignment.
         aligned = segment["p_align"] != 8 or not at % 8
-        _require(aligned, "a note is not aligned to 8 bytes like its segment")
+        _require(aligned, "a note is not aligned to 8 bytes, although its segment is")
         name_size, size, kind = header.unpack_from(data, at)
         start = at + header.size + (name_size + 3) // 4 * 4
         _require(start + size <= len(data), "a note extends beyond its segment")

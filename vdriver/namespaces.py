@@ -75,7 +75,7 @@ class NamespaceUse:
 class GenerationUses:
     """The uses of each generation: `mounted` by namespace, `opened` by process.
 
-    `faults` are reasons why these lists may be incomplete; `notes` tell what else was not examined.
+    `faults` are reasons why these lists may be incomplete; `notes` say what else was not examined.
     """
 
     mounted: dict[str, list[NamespaceUse]] = field(default_factory=dict)
@@ -329,7 +329,7 @@ class _ChildSearch:
     def _enter_at(self, path: str, inode: int, what: str, *, at: int | None = None) -> None:
         """Read the namespace `inode` through the link at `path`, relative to /proc or to `at`.
 
-        If the link leads to another namespace by now, nothing is read: the next round examines the
+        If the link now leads to another namespace, nothing is read: the next round examines the
         process again.
         """
         try:
@@ -479,7 +479,7 @@ class _ChildSearch:
             self.notes[f"descriptors of {self._describe_process(pid)}: {e.strerror}"] = None
             return
         try:
-            # Opening the list of a process that has just ended fails as well, since Linux 6.6.
+            # Since Linux 6.6, opening this list also fails if the process has just ended.
             with contextlib.suppress(*GONE), os.scandir(fd) as entries:
                 for entry in entries:
                     self._check()

@@ -112,7 +112,7 @@ def plan_mirror(
             raise MirrorError(
                 f"{library.path} is {library.bits}-bit {library.machine}, "
                 f"but the driver is 64-bit {driver.machine}",
-                hint="install tidegate for the driver's machine",
+                hint="install the tidegate package for the driver's architecture",
             )
     builder = _Builder()
     cuda, nvml = (control.cuda, control.cuda_content), (control.nvml, control.nvml_content)

@@ -342,8 +342,8 @@ def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
         error, mapped = json.loads(done.stdout)
     except ValueError:
         if done.returncode < 0:
-            return f"killed its process with signal {-done.returncode} during loading", []
-        return f"ended its process with status {done.returncode} during loading", []
+            return f"its process was killed by signal {-done.returncode} during loading", []
+        return f"its process exited with status {done.returncode} during loading", []
     prefix = f"{libraries.generation / path}: "
     return (None if error is None else str(error).removeprefix(prefix)), list(mapped)
 

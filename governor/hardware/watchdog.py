@@ -71,7 +71,7 @@ class Watchdog:
         self._fd = fd
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Announce what is about to be switched off; raise OSError if the watchdog does not read.
+        """Announce what is about to be switched off; raise OSError if the watchdog is not reading.
 
         A watchdog that has ended, for instance because of the OOM killer, is replaced.
         """
@@ -89,7 +89,7 @@ class Watchdog:
         # If nothing has changed, an empty line shows that the governor is working.
         line = json.dumps(list(off)).encode() + b"\n" if is_news else b"\n"
         if os.write(self._fd, line) != len(line):
-            raise BlockingIOError("the watchdog does not read")
+            raise BlockingIOError("the watchdog is not reading")
 
     def close(self) -> None:
         """Stop the process, after it has switched on what is off."""
@@ -147,7 +147,7 @@ def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: in
     """Switch on what is off; print the first failure; return whether it succeeded."""
     try:
         revive(*arguments)
-    except Exception as e:  # noqa: BLE001 - whatever it is, containers that are off do nothing
+    except Exception as e:  # noqa: BLE001 - retried, or the containers would stay switched off
         if not n_failed:
             print(
                 f"tidegate-watchdog: containers are switched off and cannot be switched on: {e}; "

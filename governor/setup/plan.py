@@ -83,7 +83,7 @@ class SetupPlan:
             )
 
     def look_at_wrapper(self, root: Root, options: SetupOptions) -> None:
-        """Add a note if the wrapper runtime is missing, or would add another hook."""
+        """Add a note if the wrapper runtime is missing, or would add a different hook."""
         self.missing(root, options.program("tidegate-runtime"))
         meant = options.program("tidegate-hook")
         try:
@@ -162,7 +162,7 @@ def output(root: Root, *command: str) -> str | None:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2][-500:]
         raise SetupError(
-            f"{' '.join(command)} ended with {done.returncode}: {last}",
+            f"{' '.join(command)} exited with status {done.returncode}: {last}",
             hint="correct that first",
         )
     return done.stdout

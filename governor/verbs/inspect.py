@@ -188,7 +188,7 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parts(used: float | None, lent: float | None) -> tuple[Any, Any, Any]:
-    """Return the used time or share, and its two parts: its own, and lent."""
+    """Return the used time or share, and its two parts: its own, and what was lent to it."""
     return used, None if used is None or lent is None else used - lent, lent
 
 

@@ -10,13 +10,13 @@ struct settings {
     char runtime_for_root[PATH_MAX]; /* the one that `runtime-for` names for `root`; "" if none */
     char runtime_dir[PATH_MAX];      /* where the governor and the fork server listen */
     bool environment;                /* whether TIDEGATE_* variables may request a GPU */
-    double timeout;                  /* seconds: the hook's deadline, and the script's own */
+    double timeout;                  /* seconds: deadline of the hook, and of the Python script */
 };
 
 /*
  * Reads the settings; a missing file means the defaults. `root` is the directory that --root names,
  * by which `runtime-for` chooses the runtime: "" if none, NULL if the command line has an unknown
  * form. Returns false if a line of the file is not in the expected form, or if no runtime is found;
- * the script then handles the call, or reports the error.
+ * the wrapper runtime's Python script then handles the call, or reports the error.
  */
 bool settings_read(const char *path, const char *root, struct settings *settings);

@@ -215,7 +215,7 @@ def test_a_link_is_not_followed(kernel: Kernel) -> None:
     (kernel.v2 / "two/cgroup.freeze").symlink_to(kernel.v2 / "one/cgroup.freeze")
     with pytest.raises(CannotFreezeError, match="symbolic links"):
         Group(V2, "/two", kernel.mounts)
-    with pytest.raises(CannotFreezeError, match="no hierarchy freezer"):
+    with pytest.raises(CannotFreezeError, match="no freezer hierarchy"):
         Group(FREEZER, "/one", {V2: kernel.v2})
 
 
@@ -301,7 +301,7 @@ def test_a_joined_namespace_does_not_identify_a_container() -> None:
 def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
     mounts = cgroups.find_mounts()
     if os.geteuid() != 0 or hierarchy not in mounts:
-        lack(f"needs root and a hierarchy {hierarchy or 'of version 2'}")
+        lack(f"needs root and a {hierarchy or 'version 2'} hierarchy")
     own = cgroups.read_cgroups("self").get(hierarchy, "/")
     path = f"{own.rstrip('/')}/tidegate-test-{os.getpid()}"
     directory = mounts[hierarchy] / path.lstrip("/")

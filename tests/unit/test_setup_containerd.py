@@ -546,7 +546,7 @@ def test_a_program_that_fails_is_quoted(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(
-        SetupError, match=r"containerd config dump ended with 3: failed to load TOML"
+        SetupError, match=r"containerd config dump exited with status 3: failed to load TOML"
     ):
         plan.output(Root("/"), "containerd", "config", "dump")
     assert plan.output(Root(str(tmp_path)), "containerd", "config", "dump") is None

@@ -414,11 +414,11 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
     found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
     assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
         "failed",
-        "killed its process with signal 4 during loading",
+        "its process was killed by signal 4 during loading",
     )
     assert found[f"lib64/libnvidia-cfg.so.{V}"] == (
         "failed",
-        "ended its process with status 3 during loading",
+        "its process exited with status 3 during loading",
     )
 
 

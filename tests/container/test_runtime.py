@@ -332,7 +332,7 @@ def test_a_granted_gpu_without_its_node_is_refused(
     bundle = node.bundle("true")
     ran = runc.run(bundle)
     assert ran.status != 0
-    assert "the container has no /dev/nvidia0" in ran.stderr
+    assert "lacks the node of a GPU that it was granted: /dev/nvidia0" in ran.stderr
     assert GPU not in node.governor.admitted
 
 

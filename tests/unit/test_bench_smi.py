@@ -46,7 +46,7 @@ def test_the_last_sample_counts() -> None:
     ("old", "new", "what"),
     [
         ("3072, 562, 2510", "143771, 562, 143209", "memory.total is 143771 MiB"),
-        ("562, 2510", "562, 1000", "are not the total"),
+        ("562, 2510", "562, 1000", "do not add up to the total"),
         ("7, 562\n", "7, 562\n9, 100\n", r"processes \[7, 9\]"),
         ("7, 562\n", "", r"processes \[\]"),
         ("7, 562\n", "7, [N/A]\n", "the burner has -1 MiB"),

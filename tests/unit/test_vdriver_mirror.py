@@ -373,7 +373,7 @@ def require_whole_sets(host, manifest):
 def test_an_output_that_cannot_be_written_is_reported_in_one_line(host):
     put(host / "out", b"a file")
     with pytest.raises(
-        MirrorError, match=r"out: File exists; move it away, or name another directory"
+        MirrorError, match=r"out: File exists; move it out of the way, or name another directory"
     ):
         run(host)
 

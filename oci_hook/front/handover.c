@@ -1,3 +1,9 @@
+/*
+ * Hands the start of a container over to the fork server, or executes the Python script.
+ *
+ * The server gets the command line and the descriptors of this process over its socket, and answers
+ * with the exit status of the child that it forked for the start. handover.h has the interface.
+ */
 #include "handover.h"
 
 #include <errno.h>

@@ -808,12 +808,11 @@ def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
         (tmp_path / str(n)).mkdir()
         with open_node(build_dir, tmp_path / str(n)) as node:
             took = spins_ms(node, measured=measured)
-        assert took[0] < first + 400
         assert min(took[1:]) < 2, took
         tried.append(took[0])
-        if took[0] > first - 5:
-            return
-    pytest.fail(f"{tried} ms")
+        if took[0] >= 1:
+            break
+    assert first - 5 < tried[-1] < first + 400, tried
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> None:

@@ -1,6 +1,7 @@
 """Defines the arms of `bench.quota`, which are containers that run side by side, and its suites.
 
-All arms of all suites run with the governor's default configuration: one quantum, one strategy.
+All arms of all suites run with the governor's default configuration, except that grants always
+divide the time: one quantum, one strategy.
 """
 
 from __future__ import annotations

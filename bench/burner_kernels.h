@@ -1,8 +1,8 @@
 /*
  * The burner's kernels in PTX, which the driver compiles, so that no CUDA toolkit is needed
  *
- * The simulated GPU does not execute PTX. It has kernels of the same names (simgpu/cuda_module.c),
- * so a new kernel has to be added there as well.
+ * The simulated GPU does not execute PTX. It has kernels with the same names
+ * (simgpu/cuda_module.c), so a new kernel has to be added there as well.
  */
 #ifndef BENCH_BURNER_KERNELS_H
 #define BENCH_BURNER_KERNELS_H

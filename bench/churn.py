@@ -1,7 +1,7 @@
 """Measures whether guarantees hold while containers come and go.
 
 `python -m bench.churn` runs a container that always has work, the witness, and starts others with
-random shares and kinds of work beside it. Some of these end on their own, others are killed with
+random shares and kinds of work beside it. Some of these end on their own; others are killed with
 SIGKILL. With --kills the governor is killed as well, every 20 s. From the stamps of each container
 the program computes the share of GPU time that the container got, and its longest wait for the GPU.
 It writes churn.json.
@@ -71,7 +71,7 @@ LEAST_NS = NS_PER_S
 """Shortest time over which a share is computed, in ns."""
 
 DISTURBED_NS = 3 * NS_PER_S
-"""Time after a kill of the governor during which shares are not expected to hold, in ns: nothing
+"""Time after the governor is killed during which shares are not expected to hold, in ns: nothing
 divides the GPU until the next governor has taken over."""
 
 

@@ -3,7 +3,7 @@
 `python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
 starts a governor, and runs real containers under a real runtime with Tidegate's hook in their
 config.json. First the same jobs run together without Tidegate. The demo prints a table at
-its end, and writes report.json, report.svg and progress.json to its output directory.
+the end, and writes report.json, report.svg and progress.json to its output directory.
 
 The delivered share is progress: the work done, relative to the work that the same job does alone in
 the same time, measured outside any container and without Tidegate, in the same run.
@@ -59,7 +59,7 @@ SETTLE_S = 1.0
 
 
 def say(text: str) -> None:
-    """Print one line of progress at once."""
+    """Print one line of progress immediately."""
     print(text, flush=True)
 
 
@@ -73,7 +73,7 @@ def driver_answers() -> bool:
 
 
 def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
-    """Return the machine of a real GPU if there is one, unless a simulated GPU is requested."""
+    """Return the machine with a real GPU if there is one, unless a simulated GPU is requested."""
     if not args.simulated and driver_answers():
         return Nvidia(work, build, options=["--compile"] if args.compile else [])
     return Simulated(work, build)

@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hook: mounts and containers need root", file=sys.stderr)
         return 77
     if Path("/sys/fs/cgroup/unified").exists() and "TIDEGATE_BENCH_HOOK" not in os.environ:
-        # crun refuses a hybrid hierarchy; without the unified part it is a plain version 1.
+        # crun refuses a hybrid cgroup hierarchy; without the unified part it is plain version 1.
         script = 'umount /sys/fs/cgroup/unified; exec "$@"'
         words = [sys.executable, "-m", "bench.hook", *(sys.argv[1:] if argv is None else argv)]
         command = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh", *words]

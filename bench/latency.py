@@ -4,10 +4,11 @@
 every arm) alongside jobs that keep the GPU busy, or several services that share the requests. A
 request runs plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean
 and the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
-relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
-with it (`governed`); service and jobs without Tidegate (`native`), with grants that gate launches
-(`gate`), with the GPU's own scheduler (`hardware`), and with that and a service of class latency
-that has a cap (`latency`). The time of every request is kept in latency.json.
+relative to that of one job alone. The arms, all in one run, are: the service alone, without
+Tidegate and with it (`governed`); the service and the jobs without Tidegate (`native`), with grants
+that gate launches (`gate`), with the GPU's own scheduler (`hardware`), and with that scheduler and
+a service of class latency that has a cap (`latency`). The time of every request is kept in
+latency.json.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ UNITS = 20
 """A request is 20 kernels of 0.1 ms, if the service does not run a model."""
 MODELS = ("resnet18", "decode-graph")
 TRIAL_US, TRIAL_S = 50_000, 3.0
-"""Mean time between requests, and duration in seconds, of the run that measures a model's time."""
+"""Mean time between requests in us, and duration in seconds, of the run that times a model."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
 """Time for which the jobs run before the first request, in seconds."""

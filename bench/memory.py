@@ -8,8 +8,8 @@ memory of its processes. Every sample is written to memory.json.
 The run fails if
 - more than the quota is used for longer than a second (the governor finds memory that the driver
   takes on its own within a second), or a call fails for a reason other than a lack of memory;
-- a process that allocates as much as it can stops more than one allocation granule (2 MiB) below
-  the quota, or above it;
+- a process that fills the quota ends up more than one allocation granule (2 MiB) below the quota,
+  or above it;
 - the memory of a killed process is not available again within 100 ms of its end, or memory is
   still charged at the end of the run.
 

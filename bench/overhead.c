@@ -18,7 +18,7 @@
  * A sample is the mean time in ns of one call (or pair of calls) in a batch of --calls. Waiting
  * for the work of a batch is not part of the measured time. With --against each sample is a pair:
  * one of the named library, which libcuda.so.1 must have loaded, and one of libcuda.so.1 itself, in
- * the same process and in alternating order (A B B A); `load` has no meaning then. The program
+ * the same process and in alternating order (A B B A); `load` is meaningless then. The program
  * prints one JSON object: a list of --samples numbers for each measure. Like the burner, it needs
  * no CUDA toolkit and does not depend on Tidegate.
  */

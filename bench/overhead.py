@@ -61,7 +61,7 @@ TITLES = {
 
 STUB_UUID = b"tidegate stub 0."
 RUN_S = 120.0
-"""Time limit of one run, seconds."""
+"""Time limit of one run, in seconds."""
 
 Samples = dict[str, list[float]]
 Arm = Callable[[Sequence[str]], Samples]

@@ -1,9 +1,9 @@
 """Takes screenshots of the governor's web page after a demo of 15 minutes.
 
-`python -m bench.page` runs containers on two simulated GPUs: a training next to a container with a
-load that comes in bursts, a notebook for a while, one that allocates more than its memory quota,
-one that is refused, one that bypasses its quota, and one that is alone on the second GPU. It writes
-docs/figures/page.png and page-narrow.png: wide and light, narrow and dark.
+`python -m bench.page` runs containers on two simulated GPUs: a training job next to a container
+with a load that comes in bursts, a notebook for a while, a container that allocates more than its
+memory quota, one that is refused, one that bypasses its quota, and one that is alone on the second
+GPU. It writes docs/figures/page.png and page-narrow.png: wide and light, narrow and dark.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PageGpus(Simulated):
 
 
 def say(text: str) -> None:
-    """Print one line of progress at once."""
+    """Print one line of progress immediately."""
     print(text, flush=True)
 
 

@@ -2,8 +2,8 @@
 
 Each program of examples/workloads/programs runs natively, and then in a container with a quota,
 through the hook and a governor. Both runs must have the same exit status, the same named checks and
-the same values, within the program's own tolerance, and the second run must print no new line. The
-governor's counters must show that the second run was governed. The results are written to
+the same values, within the program's own tolerance, and the second run must print no line that is
+new. The governor's counters must show that the second run was governed. The results are written to
 programs.json and printed as a table; the exit status is 1 if a program differs.
 """
 

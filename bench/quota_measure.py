@@ -33,7 +33,7 @@ WAIT_NS = 500_000
 duration of units."""
 
 LONGEST_NS = 3000 * NS_PER_MS
-"""Maximum time that a unit may take alone, ns."""
+"""Maximum time that a unit may take alone, in ns."""
 
 COUNTERS = (
     "grants", "charged_ns", "lent_ns", "held_ns", "overdue", "launches", "waits", "busy_ns",

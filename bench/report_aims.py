@@ -75,7 +75,7 @@ def _tight(result: Mapping[str, Any]) -> float | None:
 
 
 def _alone(result: Mapping[str, Any]) -> float | None:
-    """Return the largest distance of a lone container's work from its cap, in percent of it."""
+    """Return the largest deviation of a single container's work from its cap, in % of the cap."""
     summary = result["summary"]
     caps = (10, 50, 90)
     if not all(f"alone-{cap}" in summary for cap in caps):

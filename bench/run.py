@@ -35,7 +35,7 @@ from bench.suspension import summarise as summarise_moves
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
 MAX_BYTES = 300_000
-"""Maximum size of a result, bytes: all results stay in the repository forever."""
+"""Maximum size of a result, in bytes: all results stay in the repository forever."""
 
 ROUNDING_PP = 0.05
 """Maximum difference between a figure from 10 ms samples and the one from stamps, in points."""

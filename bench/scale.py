@@ -39,7 +39,8 @@ SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
 """Claims per node in the counted hour."""
 STEPS = 60
-"""Number of the driver's steps that are run, of 1,800 per hour; unchanged ones send nothing."""
+"""Number of the driver's steps that are run, of 1,800 per hour. A step without changes sends
+nothing."""
 
 
 def points() -> list[tuple[Scenario, ClusterPolicy]]:

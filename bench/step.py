@@ -30,7 +30,7 @@ from bench.node import BenchNode
 KINDS = ("train", "decode-graph", "decode")
 READY_S = 180.0
 LATE_S = 30.0
-"""Time that a run of steps may take beyond its duration, seconds."""
+"""Time that a run of steps may take beyond its duration, in seconds."""
 
 N_CORES = 4
 

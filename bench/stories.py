@@ -88,7 +88,7 @@ class Stage:
     outside: list[StoryProgram] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """Print a line of progress at once."""
+        """Print a line of progress immediately."""
         print(text, file=sys.stderr, flush=True)
 
     # ---- programs ----

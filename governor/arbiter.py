@@ -79,7 +79,7 @@ all longer waits."""
 
 
 class Waits(ctypes.Structure):
-    """struct runner_waits of one container: its grants by the length of the wait for each."""
+    """struct runner_waits of one container: its grants, counted by how long it waited for each."""
 
     _fields_ = (
         ("counts", ctypes.c_uint64 * N_WAITS),
@@ -99,7 +99,7 @@ class RunnerConfig(ctypes.Structure):
 
 
 PREPARE_NS = 10_000_000
-"""Time in nanoseconds, from the expected beginning of its grant, for which a container may prepare
+"""Time in nanoseconds after the expected beginning of its grant until which a container may prepare
 work on a GPU shared by MPS. It is longer than most delays of a grant, because a thread that waits
 for the grant spins in the last 2 ms of this time."""
 

@@ -143,7 +143,7 @@ class Arenas:
 
     @property
     def total(self) -> int:
-        """The bytes that are ready, of all processes."""
+        """The number of bytes that are ready, over all processes."""
         return sum(arena.ready for arena in self._arenas.values())
 
     def find(self, processes: Iterable[RegisteredProcess]) -> None:

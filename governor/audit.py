@@ -70,8 +70,8 @@ POLL_S = 0.25
 RECORD = "frozen.json"
 
 AGAIN_S = 5.0
-"""Interval at which a failed thaw of a container is tried again, in seconds; nothing else would
-thaw it."""
+"""Interval at which a failed thaw of a container is retried, in seconds; nothing else would thaw
+the container."""
 
 
 @dataclass
@@ -149,8 +149,8 @@ class Auditor:
     def wants_samples(self, device: Device) -> bool:
         """Return whether a GPU's utilisation samples are needed.
 
-        That is so if a container that has memory on it was idle at the last audit. The samples
-        reach back far enough to show which processes have worked since then.
+        They are needed if a container that has memory on the GPU was idle at the last audit. The
+        samples reach back far enough to show which processes have worked since then.
         """
         return any(
             watched.container.findings.seen[i] and watched.devices[device.uuid].is_idle
@@ -223,7 +223,7 @@ class Auditor:
     def _by_owner(
         self, device: Device, processes: Sequence[ProcessMemory]
     ) -> dict[Container | None, dict[int, ProcessMemory]]:
-        """Return the processes by container; the key None has those of no container on this GPU.
+        """Return the processes by container; the key None holds those of no container on this GPU.
 
         A process is matched to a container by its registration, control group or pid namespace.
         """

@@ -281,7 +281,7 @@ class Bookings:
                 self.strike(claim)
 
     def release_unused(self) -> None:
-        """Count shares as they were booked if no running container uses them.
+        """Count the shares that no running container uses as they were booked.
 
         This is called after a restart of the governor.
         """

@@ -34,7 +34,7 @@ def make_spec(
     dev_dir: str = "/dev",
     simulated: str | None = None,
 ) -> dict[str, Any]:
-    """Return the specification of these GPUs, in the format of CDI.
+    """Return the specification of these GPUs, in CDI format.
 
     A simulated GPU has no device node; the directory `simulated` is mounted instead. Raise
     DeviceError if the host lacks a node.

@@ -99,10 +99,10 @@ def find_membership(
 ) -> Membership:
     """Return what identifies a container with first process `pid`; empty if the process is gone.
 
-    Call it before any code of the image runs: the first process may move into a descendant of
+    Call this before any code from the image runs: the first process may move into a descendant of
     its group (systemd does), where its siblings are not. If it is called later, `is_named` tells
-    whether a component of a path is the container's name, and the group of that name counts, if
-    there is one.
+    whether a path component is the container's name, and the group with that name counts, if there
+    is one.
 
     A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
     in it: if a runtime creates none, the container is in the group of the process that started it.

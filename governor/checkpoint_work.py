@@ -1,13 +1,13 @@
 """Program of the process that suspends and resumes a container's processes.
 
 It makes the driver's checkpoint calls, which copy the contents of a process's GPU memory to host
-memory and free all that the process has on the GPU, including its contexts. The calls take seconds,
-and their target may never answer, so they are made by a process that can be killed.
+memory and free everything that the process has on the GPU, including its contexts. The calls take
+seconds, and their target may never answer, so they are made by a process that can be killed.
 
 It is started with the pid of its parent, the path of a libcuda, `suspend` or `resume`, the time in
 milliseconds within which submitted work has to end, and the processes as PID:START. It writes a
 line of JSON for each process that it has dealt with, and at the end one with `done` or `error`. If
-a process cannot be suspended, the others are resumed.
+a process cannot be suspended, the others are resumed, and then a line with `undone` is written.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Checkpointing:
             raise errors[0]
 
     def _step(self, pid: int, before: int, call: Callable[..., None], *arguments: int) -> bool:
-        """Make a call for a process if it is in a certain state; return whether it was made."""
+        """Make a call for a process that is in state `before`; return whether the call was made."""
         if self._state(pid) != before:
             return False
         try:

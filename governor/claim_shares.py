@@ -67,7 +67,7 @@ class ClaimShares:
             raise
 
     def undo(self, claim: Claim) -> Callable[[], None]:
-        """Return a function that rebooks a claim, once removed, exactly as it is booked now.
+        """Return a function that books a removed claim again, exactly as it is booked now.
 
         `restore` and `release` depend on the host memory that is left, which may have changed.
         """
@@ -122,8 +122,9 @@ class ClaimShares:
     def use(self, shares: Sequence[tuple[Claim, ClaimShare]], capabilities: Iterable[str]) -> bool:
         """Return whether a container with these shares may be parked.
 
-        If it may not although its claim may, its memory counts as memory that stays on the GPU,
-        until the container ends. Raise RefusedError, and change nothing, if there is no room.
+        If its claim may be parked but the container may not, its memory counts as memory that stays
+        on the GPU until the container ends. Raise RefusedError, and change nothing, if there is no
+        room.
         """
         own = [_Entry(self._find(claim, share.device), claim, share) for claim, share in shares]
         before = [entry.quota for entry in own]

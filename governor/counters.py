@@ -108,7 +108,7 @@ class _Lent:
 
 
 class _ProcessSums:
-    """Sums of what processes count, ended ones included; the sums never decrease."""
+    """Sums of what processes count, including those that have ended; the sums never decrease."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._past = Counter[str]()
@@ -179,8 +179,8 @@ def _read_moves(ledger: mmap, slot: int) -> dict[str, int]:
 
 
 RATE_NS = 2_000_000_000
-"""Time over which a rate is computed, in nanoseconds: a few hundred grants, and short enough to
-show the current activity."""
+"""Time over which a rate is computed, in nanoseconds: long enough for a few hundred grants, and
+short enough to show the current activity."""
 LEAST_NS = 100_000_000
 """Shortest time over which a rate is meaningful, in nanoseconds."""
 MAX_RATE = 1e6

@@ -281,7 +281,7 @@ def _install_signal_handlers(stop: asyncio.Event, hangups: asyncio.Event) -> Non
 
 
 async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> None:
-    """Serve with the configuration that `load` returns, until a signal to stop.
+    """Serve with the configuration that `load` returns, until a signal stops the governor.
 
     If another governor is running in the same directory, wait for it to end if `wait` is true, and
     raise GovernorError otherwise.
@@ -395,7 +395,7 @@ def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None,
 
 
 async def _run_until(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for a signal to stop or the end of the first task; raise that task's exception."""
+    """Wait until `stop` is set or the first task ends; raise that task's exception."""
     waiter = asyncio.get_running_loop().create_task(stop.wait())
     try:
         done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -130,7 +130,7 @@ def read_line(line: str) -> MpsEvent | None:
     """Return the event in a line of a log, or None if it is of no interest.
 
     A client's command is logged verbatim, including line breaks, so a client can forge lines. It
-    is unlikely to know the daemon's pid, with which genuine lines begin.
+    is unlikely to know the daemon's pid, which is in the prefix of genuine lines.
     """
     prefix = _PREFIX.match(line)
     if not prefix:

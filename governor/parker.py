@@ -1,8 +1,8 @@
 """Park the memory of idle containers in host memory when others need the room on the GPU.
 
 `residency` decides which memory moves; the processes of a container move it when they are ordered
-to. Once a container has reported that its memory is parked, the memory that it still holds on the
-GPU is taken from NVML's next sample.
+to. Once a container has reported that its memory is parked, the amount that it still holds on the
+GPU is read from NVML's next sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REST_S = 0.2
 """The same at other times."""
 ROOM_S = 5.0
 """Longest time for which the start of a container that is never parked waits for room, in seconds.
-The hook waits for ten."""
+The hook waits ten seconds for the answer."""
 LEAVE_NS = 60_000_000_000
 """Time within which a container has to park its memory. Work that it has submitted ends first, and
 host memory is cleared and pinned the first time: 40 GiB in 14 s (H200)."""
@@ -86,7 +86,7 @@ class Parker:
     def __init__(
         self, containers: ListsContainers, devices: Iterable[Device], reserve: Callable[[], int]
     ) -> None:
-        """Keep `reserve()` bytes of each GPU from all containers; the configuration may change."""
+        """Withhold `reserve()` bytes of each GPU from containers; a reload may change the value."""
         self._containers, self._reserve = containers, reserve
         self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}
@@ -158,7 +158,7 @@ class Parker:
         }
 
     def step(self, now_ns: int) -> bool:
-        """Check all containers once; return whether memory of any is parked or being moved."""
+        """Check all containers once; return whether the memory of any is parked or being moved."""
         everyone = list(self._containers.containers.values())
         self._spots = {one: spot for one, spot in self._spots.items() if one in everyone}
         if not any(one.parking for one in everyone):

@@ -101,7 +101,7 @@ class Parking:
         base = layout.grant_device(0)
         pages.write(self._grant, base, "grant_device", "resident", int(resident))
         at = base + layout.offsets(layout.GRANT_DEVICE)["resident"]
-        # The view ends with this call: while one exists, the page cannot be closed.
+        # The view is deleted at the end: while a view exists, the page cannot be closed.
         view = (ctypes.c_uint32 * 1).from_buffer(self._grant, at)
         libc = ctypes.CDLL(None)
         libc.syscall(_FUTEX[platform.machine()], ctypes.byref(view), _WAKE, _ALL, None, None, 0)

@@ -109,7 +109,7 @@ class _Costs:
         ]  # fmt: skip
 
     def adding(self, chosen: Sequence[int], gpu: int) -> int:
-        """Return what a GPU costs in addition to `chosen`."""
+        """Return the cost of adding a GPU to `chosen`."""
         row = self.pair[gpu]
         return self.single[gpu] + sum(row[i] for i in chosen)
 

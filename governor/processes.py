@@ -75,7 +75,7 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 def open_process(process: Identity) -> int | None:
     """Return a pidfd of exactly this process, or None if it is gone.
 
-    Raise OSError if none can be created, or if the process cannot be read for want of a file
+    Raise OSError if none can be created, or if the process cannot be read for lack of a file
     descriptor or memory.
     """
     try:
@@ -239,8 +239,8 @@ def _directories(pid: str, name: str, device: str) -> list[str]:
 def first_of(processes: list[Identity]) -> Identity:
     """Return the first process of a container, among the processes that see its mounts.
 
-    Its parent, the runtime, is not one of these. A process that was started by `exec` has such a
-    parent as well, but was started later.
+    Its parent, the runtime, is not one of these. A process that was started by `exec` also has a
+    parent that is not one of them, but was started later.
     """
     pids = {process.pid for process in processes}
     roots = [

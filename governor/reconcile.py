@@ -222,7 +222,7 @@ async def reconcile(
                 tally.looked(watch.device.uuid, seconds, failed=watch.failing)
 
         for watch in watches:
-            # Measures the unattributed memory before any process has registered.
+            # This measures the unattributed memory before any process has registered.
             await sample(watch)
         wait_s = POLL_S
         with _woken_by(runners[watch.device.uuid] for watch in watches) as woken:

@@ -30,7 +30,7 @@ class Reservations:
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
 
     def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Reserve GPUs for a container before its config.json gets their device nodes."""
+        """Reserve GPUs for a container before their device nodes are added to its config.json."""
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
         self._strike(request.get("replaces", ""))

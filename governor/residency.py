@@ -148,15 +148,15 @@ def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
 
 
 def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
-    """Return by how many bytes the memory taken exceeds the GPU's; negative if some is left."""
+    """Return the bytes taken beyond the GPU's memory; negative if some memory is left."""
     return sum(one.taken for one in _fitted(capacity, list(tenants))) - capacity
 
 
 def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
-    """Return the containers, with quotas reduced to what fits next to the least of all others.
+    """Return the containers, with quotas reduced to what fits beside the minimum of the others.
 
     A quota is reduced at most by what the others keep when they are parked: admission has ensured
-    that it fits next to the quotas of containers that are never parked.
+    that it fits beside the quotas of containers that are never parked.
     """
     least = sum(one.least for one in everyone)
     kept = sum(one.least for one in everyone if not one.is_fixed)

@@ -32,7 +32,8 @@ log = structlog.get_logger()
 
 START_S = 3.0
 """Longest wait for GPUs to be tested and steered before containers are admitted, in seconds. A hook
-waits for 5 s. A test takes half of that time, and cannot be run once containers are at work."""
+waits 5 s for the governor. A test takes one or two seconds, and cannot be run once containers are
+using the GPU."""
 TURN_S = 0.1
 """Interval at which a test that is waiting for its turn checks whether the governor is shutting
 down, in seconds."""

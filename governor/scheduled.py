@@ -15,7 +15,7 @@ from governor.quota import Quota
 
 
 def shares_of(quota: Quota) -> tuple[int, int]:
-    """Return guarantee and cap of a quota, in parts per million of a GPU."""
+    """Return the guarantee and the cap of a quota, in parts per million of a GPU."""
     return quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100
 
 

@@ -121,7 +121,7 @@ class Server:
         self.bookings.release_unused()
         for claim in list(self.claims.values()):
             if claim.leaving:
-                self.bookings.strike(claim)  # if its last container has ended in the meantime
+                self.bookings.strike(claim)  # has no effect while a container uses the claim
         self._state.retry()
 
     async def keep_state(self) -> None:

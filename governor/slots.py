@@ -77,7 +77,8 @@ def _hung_up(peer: socket.socket | None) -> bool:
 def _disconnect(peer: socket.socket) -> None:
     """Shut down a connection, even if other descriptors of it are open.
 
-    The arbiter has one, and so may any process to which the registered process passed its own.
+    The arbiter has one, and any process to which the registered process passed its descriptor may
+    have one as well.
     """
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
@@ -132,7 +133,7 @@ class Slots:
     def take_over(
         self, rows: Iterable[tuple[ProcessRow, int]], usage: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Keep the slots of processes that are still running; clear the others with their charges.
+        """Keep the slots of running processes; clear the other slots and their charges.
 
         Each row comes with the process's pidfd. `usage` contains the entries of the grant page.
         """

@@ -142,7 +142,7 @@ class State:
         self._path = path
         self._boot = boot_id()
         self._db: sqlite3.Connection | None = None
-        self._behind = path is not None  # the file lacks changes of the model
+        self._behind = path is not None  # the file lacks changes made to the model
         self._failing = False
         self._file: FileIdentity | None = None  # identity of the open file
         self.containers: dict[str, ContainerRow] = {}

@@ -59,8 +59,8 @@ END_S = 5.0
 """Longest wait for the end of the process that makes the calls, after it was killed, in seconds."""
 EXTRA_S = 60.0
 SLOWEST = 500_000_000
-"""Time allowed for the checkpoint calls: EXTRA_S seconds, plus one second per SLOWEST bytes of
-memory. An H200 (driver 580) moves 2 GB/s out and 5 GB/s back."""
+"""Time allowed for the checkpoint calls, beyond the waits for submitted work: EXTRA_S seconds, plus
+one second per SLOWEST bytes of memory. An H200 (driver 580) moves 2 GB/s out and 5 GB/s back."""
 
 
 class WorkError(Exception):
@@ -198,7 +198,7 @@ class Suspender:
     async def _end_holds(self, container: Container) -> None:
         """Wait until no launch is held.
 
-        That is when each GPU is idle, is openly granted, or has had N_GRANTS grants.
+        That is when each GPU is idle, is held under an open grant, or has had N_GRANTS grants.
         """
         until = time.monotonic() + GRANTS_S
         granted = [i for i in range(len(container.devices)) if not container.gpus.is_steered(i)]
@@ -272,7 +272,7 @@ class Suspender:
         memory: int,
         wait_s: float,
     ) -> int:
-        """Make the checkpoint calls, and return for how many processes they were made."""
+        """Make the checkpoint calls; return the number of processes for which they were made."""
         named = [f"{one.pid}:{one.start}" for one in processes]
         if not named:
             return 0

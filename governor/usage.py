@@ -30,11 +30,11 @@ MAX_WAITING = 64
 """Maximum number of samples that wait for the process's next query of its pools."""
 
 MAX_CONTEXTS = 64
-"""Maximum number of contexts of one process on one GPU; a higher report is not believed."""
+"""Maximum number of contexts of one process on one GPU; a higher report is reduced to this."""
 
 
 class Charge(NamedTuple):
-    """The ledger's values of one process on one GPU."""
+    """The ledger's values for one process on one GPU."""
 
     memory: int = 0
     unseen: int = 0
@@ -145,7 +145,7 @@ def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
 
 
 class Debt:
-    """Memory that the driver took by itself for one process: NVML's value beyond the ledger's.
+    """Memory that the driver took by itself for one process: NVML's value less the ledger's.
 
     The ledger changes while NVML is read. Of the charged memory, what belongs to calls in progress
     may or may not be allocated, and pools may have freed memory; all other memory is allocated. A
@@ -154,7 +154,7 @@ class Debt:
     memory that the driver takes and that the sample may have missed, the ledger's value counts
     until the next sample.
 
-    If pools are in use, a single sample hardly limits the upper bound: pools may have freed memory
+    If pools are in use, a single sample gives only a loose upper bound: pools may have freed memory
     without the process noticing. But the process queries them ten times a second. The reductions
     that it has found since an earlier sample include all memory that the pools had already freed,
     unnoticed, at the time of that sample.
@@ -229,11 +229,11 @@ class Debt:
         return self.bytes
 
     def assume(self, size: int) -> None:
-        """Let the debt be `size` bytes until the first sample that shows the process."""
+        """Set the debt to `size` bytes until the first sample that shows the process."""
         self.bytes = size
 
     def _note_new(self, began_ns: int, after: Charge) -> None:
-        """Note until when a context may be new: a while after the last report of taken memory.
+        """Note when contexts cease to be new: a while after the last report of taken memory.
 
         A report of zero bytes only requests a sample.
         """
@@ -272,10 +272,10 @@ class Meter(Generic[Key]):
 
     While others share the GPU, the time is what the processes report (by the GPU's clock, between
     their markers). Because reports are not trusted, it is limited to the time for which the
-    container held the GPU by the arbiter's count. A container that is alone holds an open grant, in
-    which few markers are recorded, and its held time is not booked before the grant ends. In this
-    case NVML's samples are used. They are correct only then: under contention a sample names only
-    one process.
+    container held the GPU according to the arbiter. A container that is alone holds an open grant,
+    in which few markers are recorded, and its held time is not booked before the grant ends. In
+    this case NVML's samples are used. They are correct only then: under contention a sample names
+    only one process.
 
     On a steered GPU the container's time is known from the GPU's trace. The reports only divide it
     among the processes: on an H200 they added up to a tenth of it in two of six runs, because few

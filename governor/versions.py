@@ -9,6 +9,9 @@ _VERSION = re.compile(r"(?<![\w.])v?([0-9]+)\.([0-9]+)(?:\.([0-9]+))?")
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
-    """Return major, minor and patch of the first version in the text; a missing patch is 0."""
+    """Return the major, minor and patch numbers of the first version in the text.
+
+    A missing patch number is 0.
+    """
     match = _VERSION.search(text)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None

@@ -4,8 +4,8 @@ The module is pure: it uses no clock, driver or file. A sample can be wrong, bec
 not read at one instant, and legitimate work is still visible after its grant. Therefore a single
 sample is never a violation: a `ViolationDetector` (one for each container and GPU) reports a
 violation once when it has lasted for some time, and once when it is over. That time is either
-uninterrupted or cumulative: the cumulative time catches a program that complies now and then, when
-a sample may be taken. Units are bytes, percent and nanoseconds.
+uninterrupted or cumulative: the cumulative time catches a program that complies from time to time,
+in case a sample is taken just then. Units are bytes, percent and nanoseconds.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SUM_LOOKS = 3
 SAMPLE_NS = 250_000_000
 """Maximum time for which one sample counts towards a sum."""
 LEAK = 0.1
-"""Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
-wrong, because NVML's list comes from one call. If it is, the error is at most the allowed memory,
-which is counted twice if one process freed it and another allocated it."""
+"""Fraction of the time without an observed violation that is subtracted from a sum. A sample is
+seldom wrong, because NVML's list comes from one call. If it is, the error is at most the allowed
+memory, which is counted twice if one process freed it and another allocated it."""
 
 GONE_NS = 500_000_000
 """A violation of memory or registration is over when no sample has shown it for this time."""
@@ -77,9 +77,10 @@ MAX_EPISODES = 32
 def allowed_memory(limit: int, context_bytes: int) -> int:
     """Return the bytes that a container with a quota of `limit` bytes may hold according to NVML.
 
-    That is the sum of the quota; of 128 MiB for libraries that are loaded with a first kernel,
-    because no program expects a launch to fail for a framework's code; and of a quarter of a
-    context, because a context that was created while there was room may be larger than configured.
+    That is the sum of three parts: the quota; 128 MiB for libraries that are loaded with a first
+    kernel, because no program expects a launch to fail because of a framework's code; and a quarter
+    of a context, because a context that was created while there was room may be larger than
+    configured.
     """
     return limit + LIBRARIES + context_bytes // 4
 
@@ -100,7 +101,7 @@ class Facts:
     now_ns: int
     allowed: int
     memory: Mapping[int, int]
-    """NVML's memory of each process of the container, registered or not, in bytes by host pid."""
+    """Each process's memory according to NVML, registered or not, in bytes by host pid."""
     unregistered: frozenset[int] = frozenset()
     """The processes that compute without having registered."""
     samples: Sequence[ProcessSample] = ()
@@ -147,8 +148,8 @@ class Findings:
     episodes: list[Episode] = field(default_factory=list)
     frozen: bool = False
     seen: list[int] = field(init=False)
-    """NVML's memory of the container's processes, registered or not, by GPU in the last sample, in
-    bytes."""
+    """Memory of the container's processes, registered or not, in bytes by GPU, according to NVML in
+    the last sample."""
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
     elsewhere: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 It is served like the metrics: not at all, on a socket, or on a loopback address. Pages of any site
 in a local browser can send requests to such an address. Therefore the Host of a request must be a
 name that no other host can have (against DNS rebinding), and the request must not come from a page
-of another origin. Names of containers are untrusted text; the page inserts them only as text, which
-the browser enforces (Trusted Types).
+of another origin. Container names are untrusted text; the page inserts them only as text, which the
+browser enforces (Trusted Types).
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def reason_of(episode: Episode) -> str:
 
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
-    """Yield the values for the history of a container, for each of its GPUs."""
+    """Yield a container's values for the history, for each of its GPUs."""
     times = container.account.gpu_times()
     parked = 0 if container.parking is None else container.parking.report().parked
     for i, device in enumerate(container.devices):

@@ -142,7 +142,7 @@ class ClaimDriver:
         self._others = others
         self._again = again
         self._answered: set[str] = set()
-        """Uids of claims that this process prepared for a kubelet that asked."""
+        """Uids of claims that this process prepared at the kubelet's request."""
         self._prepared: dict[str, Reference] = {}
         """The prepared claims, by uid; the governor has to know all of them."""
         self.entered: frozenset[str] = frozenset()
@@ -398,7 +398,7 @@ class ClaimDriver:
             raise failed
 
     def _settle(self, uid: str) -> None:
-        """Bring one claim into the state that the cluster has for it."""
+        """Bring one claim into line with its state in the cluster."""
         # A call may have prepared the claim, or taken it back, since the claim was listed.
         entered = self._entered(uid)
         reference = self._prepared.get(uid)

@@ -42,7 +42,7 @@ SLOTS = 1 << 30
 PATIENCE_S = 5.0
 """Longest wait in seconds for the lock on this instance's own file."""
 LATELY_S = 120.0
-"""Seconds for which another instance counts as present after it was last seen."""
+"""How long another instance counts as present after it was last seen, in seconds."""
 MAX_HOLD_S = 20.0
 """Longest wait in seconds for another instance to release a claim. No instance needs that long,
 because it does not wait for anything while it holds a claim."""
@@ -124,7 +124,7 @@ class Instance:
             ) from e
 
     def _lock(self) -> int:
-        """Lock this instance's file and return its descriptor; never that of a removed file."""
+        """Lock this instance's file and return its descriptor, never that of a removed file."""
         path = self._lock_file(self.name)
         until = time.monotonic() + PATIENCE_S
         while True:

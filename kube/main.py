@@ -81,7 +81,7 @@ class Backoff:
 
 
 class DriverLoop:
-    """The work that is done every two seconds, and whenever `wake` is set."""
+    """The work that is done every `--look-every` seconds, and whenever `wake` is set."""
 
     def __init__(
         self,

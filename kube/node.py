@@ -9,7 +9,7 @@ from governor.config import Config
 
 
 class NodeClient:
-    """The driver's requests to the governor; the methods raise what `governor.client.ask` does."""
+    """The driver's requests to the governor, which raise the errors of `governor.client.ask`."""
 
     def __init__(self, runtime_dir: str, timeout: float = 10.0) -> None:
         self._config = Config(runtime_dir=runtime_dir)

@@ -1,9 +1,9 @@
-"""Reads the opaque parameters of a claim, which state what capacities cannot express.
+"""Reads the opaque parameters of a claim, which specify what capacities cannot express.
 
-A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
-wins. `strict: true` and `computeLimit` count as one option: a later occurrence of either replaces
-both. `strict: false` removes an earlier `strict: true`, and keeps an earlier `computeLimit`.
-The functions are pure.
+A DeviceClass and a claim may both have parameters; for each option, the last value in the
+allocation wins. `strict: true` and `computeLimit` count as one option: a later occurrence of either
+replaces both. `strict: false` removes an earlier `strict: true`, and keeps an earlier
+`computeLimit`. The functions are pure.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _cut(text: str) -> str:
 def applies(requests: Sequence[str], request: str) -> bool:
     """Return whether a configuration for `requests` applies to `request`; an empty list means all.
 
-    A configuration for a request with alternatives applies to each of these.
+    A configuration for a request with alternatives applies to each alternative.
     """
     return not requests or any(
         request == name or request.startswith(f"{name}/") for name in requests

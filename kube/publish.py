@@ -187,7 +187,7 @@ class Publisher:
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
         """Raise GATE if the API server dropped fields that sharing needs.
 
-        Before that, delete the slice with the name `delete`, if it is given.
+        Before that, delete the slice named `delete`, if a name is given.
         """
         for device in (stored.get("spec") or {}).get("devices") or ():
             capacities = (device.get("capacity") or {}).values()

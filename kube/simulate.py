@@ -25,9 +25,9 @@ CPU = 96_000
 """CPU of a node, in millicores. Pods ask for 10 CPUs with a whole GPU, so CPU is never short."""
 CPU_OF_GPU = 10_000
 
-# Percentage of tasks by the number of GPUs that they ask for; 0 is a part of one. Weng et al.,
-# "Beware of Fragmentation", USENIX ATC '23, Table 1: these are percentages of all tasks, of which
-# 13.3 % ask for no GPU.
+# Percentage of tasks by the number of GPUs that they ask for; 0 means a part of one GPU. Weng et
+# al., "Beware of Fragmentation", USENIX ATC '23, Table 1: these are percentages of all tasks, of
+# which 13.3 % ask for no GPU.
 MIX = {0: 37.8, 1: 48.0, 2: 0.2, 4: 0.2, 8: 0.5}
 PARTS = tuple(range(20, 95, 5))
 """Percentages of a GPU that sharing tasks ask for, with equal probability: 0.55 of a GPU on
@@ -202,7 +202,7 @@ class _SimulatedPod:
     duration: float
     arrived: float
     counts: bool
-    """Whether its wait is recorded; those of the initial state and the warm-up are not."""
+    """Whether its wait is recorded; waits in the initial state and the warm-up are not."""
 
 
 class _Simulation:

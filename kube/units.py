@@ -68,7 +68,7 @@ class Units:
         return f"plugin-{digest[:32]}"
 
     def overlaps(self, other: Units) -> bool:
-        """Return whether they have a unit in common."""
+        """Return whether the two sets have a unit in common."""
         return self.uuid == other.uuid and bool(self.bits & other.bits)
 
 

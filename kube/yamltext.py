@@ -266,7 +266,7 @@ class _Editor:
             start = self.at(child.start_mark)
             line = self.line_start(start)
             if self.text[line:start].strip() != "-":
-                return []  # there is more than the dash before it
+                return []  # something other than the dash precedes it
             dashes.append(line)
         if new[: len(old)] and all(map(same, old, new)) and len(new) > len(old):
             indent = self.text[dashes[0] : self.text.index("-", dashes[0])]
@@ -283,7 +283,7 @@ class _Editor:
         return edits if new and kept == len(new) else []
 
     def mapping(self, node: yaml.MappingNode, old: Any, new: dict[Any, Any]) -> Iterator[Edit]:
-        """Yield the replacements within a block mapping; none if it is better rewritten."""
+        """Yield the edits within a block mapping; none if it has to be rewritten as a whole."""
         keys = [key.value for key, _ in node.value]
         column = node.start_mark.column
         indent = " " * column
@@ -309,7 +309,7 @@ class _Editor:
         yield from edits
 
     def whole(self, node: yaml.Node, new: Any) -> Edit:
-        """Return the replacement of a whole node by a value."""
+        """Return the edit that replaces a whole node with a value."""
         start, end = self.at(node.start_mark), self.end(node)
         if node.flow_style if isinstance(node, yaml.CollectionNode) else True:
             flat = dump(new, flow=True)

@@ -48,7 +48,7 @@ enum block_kind {
 #define BLOCK_UNSEEN   2  /* NVML does not attribute it to this process */
 #define BLOCK_EXPORTED 4  /* it was exported as a descriptor */
 #define BLOCK_OBJECT   8  /* not memory but a multicast object */
-#define BLOCK_FOR_EVER 16 /* the close of its descriptor cannot be observed */
+#define BLOCK_FOR_EVER 16 /* the closing of its descriptor cannot be observed */
 
 struct block {
     uint64_t key;   /* an address or a handle, never 0 */
@@ -99,7 +99,7 @@ struct account_charge {
     uint64_t size;    /* bytes charged */
     uint64_t claimed; /* bytes of the call that is under way */
     uint64_t taking;  /* bytes that the driver is about to take on its own */
-    bool inside;      /* the call keeps parked memory from moving until it ends */
+    bool inside;      /* the call keeps memory where it is: see parking.h */
     bool shared;      /* the call closes a block that is open more than once */
 };
 
@@ -133,7 +133,7 @@ void account_convert(int device, uint64_t size, bool unseen); /* a charge become
 bool account_await_sample(int device, uint64_t since, uint64_t patience);
 bool account_alone(void);
 
-/* Begins and ends a claim for memory that the driver is about to take on its own. */
+/* Begin and end a claim for memory that the driver is about to take on its own. */
 bool account_begin(struct account_charge *charge, int device, uint64_t size);
 void account_end(struct account_charge *charge, CUresult result);
 
@@ -143,7 +143,7 @@ void account_cancel(struct account_charge *charge);
 void account_settle(struct account_charge *charge, enum account_kind kind, uint64_t size);
 void account_record(const struct account_charge *charge, uint64_t key);
 
-/* Around a free: forget, call the driver, then forgotten. */
+/* Around a free: account_forget(), the call into the driver, then account_forgotten(). */
 void account_forget(struct account_charge *charge, enum account_kind kind, uint64_t key);
 void account_forgotten(struct account_charge *charge, uint64_t key, CUresult result);
 
@@ -211,9 +211,9 @@ void pools_after_fork(void);
 /* ---- graphs.c ---- */
 
 /*
- * Around a launch of an executable graph, called by the code that lets the launch through:
- * account_graph_before() precedes it, and account_graph_after() follows whatever its result, unless
- * the first call refused it. Each costs one load while no graph of the process owns memory.
+ * The code that lets a launch of an executable graph through calls account_graph_before() before
+ * the launch and, unless that call refused the launch, account_graph_after() afterwards, whatever
+ * the result. Each call costs one load while no graph of the process owns memory.
  */
 CUresult account_graph_before(CUgraphExec exec);
 void account_graph_after(CUgraphExec exec);

@@ -91,7 +91,7 @@ void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uin
     struct tenant *t = &arbiter->tenants[tenant];
 
     arbiter_accrue(arbiter, now);
-    /* Otherwise a container could claim an overrun whenever a container that it favours holds the
+    /* Without this limit, a container could claim an overrun whenever one that it favours holds the
      * GPU. */
     if (overruns && !t->overruns && t->overran_grants == t->stats.grants &&
         now < t->overran + AGAIN_NS)

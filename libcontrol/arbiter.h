@@ -28,8 +28,9 @@
 struct arbiter_config {
     uint64_t quantum_ns; /* length of one grant */
     uint64_t most_ns;    /* longest grant, where idle time does not pay for the hand-overs */
-    /* A grant is taken away when both its end and the holder's last sign of life lie `overdue_ns`
-     * in the past, or when it has been overdue for `longest_ns`, whatever the holder reports. */
+    /* An overdue grant is taken away once the holder has shown no sign of life for half of
+     * `overdue_ns`, once it has reported no running work for `overdue_ns`, or once the grant has
+     * been overdue for `longest_ns`, whatever the holder reports. */
     uint64_t overdue_ns;
     uint64_t longest_ns;
     uint64_t lead_ns;     /* the next holder is decided this long before the end of a grant */

@@ -243,7 +243,7 @@ bool gate_capturing(CUstream stream);
 bool gate_captures(void);
 void gate_end_all_passes(void);
 extern uint32_t
-    gate_lazy_kernels; /* kernels that would load their library at a launch: no passes */
+    gate_lazy_kernels; /* kernels whose launch loads their library: no passes while any exist */
 
 enum gate_capture {
     GATE_CAPTURE_NEW,

@@ -3,7 +3,7 @@
 
 #include "os.h"
 
-/* A kind is in one of this many consecutive entries, the first of which its hash selects. */
+/* A kind is in one of this many consecutive entries. Its hash selects the first of them. */
 #define ESTIMATE_REACH 8
 
 static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
@@ -26,8 +26,8 @@ static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_
 }
 
 /*
- * Returns the index of a kind in a table of fixed size. A new kind is added; if all entries in
- * which it may be are taken, it replaces the first of them. `guess_ns` is used until the first
+ * Returns the index of a kind in a table of fixed size. A new kind is added; if all entries that
+ * it may use are taken, it replaces the first of them. `guess_ns` is used until the first
  * measurement; 0: unknown.
  */
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)

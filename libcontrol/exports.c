@@ -280,7 +280,7 @@ static bool closed_visit(const struct block *block, void *data)
     return true;
 }
 
-/* Refunds allocations with descriptors that were closed since the last call. Returns whether there
+/* Refunds allocations whose descriptors were closed since the last call. Returns whether there
  * were any. */
 cold static bool exports_settle(void)
 {

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last use */
-#define RECENT_NS 100000000ull  /* and is granted unrequested for this long after it */
+#define RECENT_NS 100000000ull  /* and is granted without a request for this long */
 #define QUIET_NS  300000ull     /* no GPU was wanted or held for this long: the turn is over */
 /* How long a GPU that a gang gave back is kept for it while it holds another: a kernel of a
  * collective may be running on that other GPU. */
@@ -259,7 +259,7 @@ static bool is_given_up(const struct gangs *gangs, const struct gang *g)
     return g->end != ARBITER_NEVER && gangs->now >= g->end + gangs->config.overdue_ns;
 }
 
-/* Whether a GPU is no longer granted in the gang's turn, except to the counterpart of a kernel on
+/* Whether a GPU is no longer granted in the gang's turn, except for the counterpart of a kernel on
  * another GPU. */
 static bool is_over(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {

@@ -509,8 +509,8 @@ void gate_forget_stream(CUstream stream)
     }
 }
 
-/* Forgets a context. Its events and pinned words end with it, and no thread uses them any more when
- * this returns. */
+/* Forgets a context. Its events and pinned words end with it, and no thread is still using them
+ * when this function returns. */
 void gate_forget_context(CUcontext ctx)
 {
     capture_end_context(ctx);

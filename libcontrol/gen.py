@@ -111,7 +111,8 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
 def _copying(fn: api.Fn, head: str, names: str) -> str:
     if not fn.copy or not fn.stream:
         raise ValueError(f"{fn.name}: method copy needs copy and stream")
-    # To the program, these calls do not depend on a stream; see cuPointerSetAttribute.
+    # These calls have no stream parameter, so they may have to wait for the copy; see
+    # cuPointerSetAttribute.
     waits = fn.stream in ("NULL", "CU_STREAM_PER_THREAD")
     after = f"    parking_end_copy({fn.stream}, &result);\n" if waits else ""
     return (

@@ -1,5 +1,5 @@
 /*
- * Charges the memory of graphs with nodes that allocate, whether added or captured.
+ * Charges the memory of graphs with nodes that allocate, whether the nodes were added or captured.
  *
  * The driver backs the addresses of such nodes from one pool per GPU, at the first launch or the
  * upload of an executable graph, and keeps the memory until cuDeviceGraphMemTrim. What that pool

@@ -38,7 +38,7 @@
 #define HELPER_MEMORY     64                /* grants for which either finding is remembered */
 #define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
 #define HELPER_TRIALS     64 /* at least one in this many times is a trial; at first, more are */
-#define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
+#define HELPER_ENTER_NS   (20 * NS_PER_MS) /* longest wait for a launch that is on its way */
 #define HELPER_LATE_NS    (NS_PER_MS)      /* and at most this long after the end of the grant */
 #define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks for the end of late work */
 #define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */

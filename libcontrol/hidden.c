@@ -1,9 +1,10 @@
 /*
  * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
  *
- * No sample shows such memory for a process, so it is charged separately. Each charge is in the
- * table of blocks until its module, library or context ends. A load for which the amount of such
- * memory cannot be determined yet is noted here, and charged after the first sample that shows it.
+ * No sample attributes such memory to a process, so it is charged separately. Each charge is in the
+ * table of blocks until its module, library or context ends. If the amount of such memory cannot be
+ * determined yet for a load, the load is noted here, and the memory is charged after the first
+ * sample that shows it.
  */
 #include "loads.h"
 

@@ -32,8 +32,8 @@ static const struct grant_device *grant_of(const struct load *load)
     return pages_grant_device((unsigned)load->device);
 }
 
-/* Reads free and charged memory as of one moment, because the memory of other threads is charged a
- * little longer than it is allocated. */
+/* Reads free and charged memory as of one moment, because memory that other threads free stays
+ * charged a little longer than it stays allocated. */
 static void read_free_and_charged(int device, size_t *free_bytes, uint64_t *charged)
 {
     uint64_t before;
@@ -83,8 +83,8 @@ void load_begin(struct load *load)
     read_free_and_charged(load->device, &load->before, &load->charged);
 }
 
-/* Returns by how much the unattributed memory has grown since the load began, less what new
- * processes added. */
+/* Returns how much the unattributed memory has grown since the load began, less what new processes
+ * added. */
 uint64_t load_grown(const struct load *load)
 {
     const struct grant_device *grant = grant_of(load);
@@ -100,10 +100,11 @@ uint64_t load_grown(const struct load *load)
 }
 
 /*
- * Returns the GPU memory that was taken since the load began and is not charged to this process,
- * while its other threads allocate and free. If `freed` is true, what they free counts as well. It
- * must not count where no sample will correct the result: memory that a thread was freeing when the
- * load began is charged a moment longer, and would look like memory that the load took.
+ * Returns how much GPU memory has been taken since the load began and is not charged to this
+ * process, whose other threads may allocate and free meanwhile. If `freed` is true, what they free
+ * counts as well. It must not count where no sample will correct the result: memory that a thread
+ * was freeing when the load began stays charged a moment longer, and would look like memory that
+ * the load took.
  */
 static uint64_t load_taken(const struct load *load, bool freed)
 {
@@ -161,10 +162,10 @@ static bool load_await_unattributed(const struct load *load, uint64_t since)
 }
 
 /*
- * Called after a sample. If it did not find the memory in the process, charges what belongs to no
- * process. If that cannot be determined because the container itself keeps allocating and freeing,
- * everything that is missing is charged; if other containers are the reason, nothing is charged for
- * now.
+ * Called after a sample. If the sample did not find the memory in the process, what belongs to no
+ * process is charged. If that cannot be determined because the container itself keeps allocating
+ * and freeing, everything that is missing is charged; if other containers are the reason, nothing
+ * is charged for now.
  */
 static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
 {

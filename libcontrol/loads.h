@@ -3,11 +3,11 @@
  * reports.
  *
  * The driver's own cuMemGetInfo, called before and after a load, shows the amount as long as no
- * other container allocates or frees memory. Each call takes 4 us on an H200, and a load a
- * millisecond. A small amount is provisional until the governor has sampled. A large amount is not
- * charged before that: the load waits for a sample, and is undone if the container is then over its
- * quota. If the sample attributes the memory to no process, and the GPU's unattributed memory has
- * grown, the memory is that of managed variables (H200: 128 MiB, taken at the load). They are
+ * other container allocates or frees memory. Each call takes 4 us on an H200, and a load takes a
+ * millisecond. A small amount is provisional until the governor has sampled. A large amount is
+ * charged only after that: the load waits for a sample, and is undone if the container is then over
+ * its quota. If the sample attributes the memory to no process, and the GPU's unattributed memory
+ * has grown, the memory is that of managed variables (H200: 128 MiB, taken at the load). They are
  * charged until the module is unloaded. While other containers start and end, the amount cannot be
  * determined. The load is then recorded, and charged as soon as the amount is known.
  */
@@ -33,8 +33,8 @@ struct load {
 
 /* ---- loads.c ---- */
 
-/* Around a load: load_begin(), call the driver, then load_end(). If the load succeeded,
- * hidden_note() and loaded_note() follow, whatever load_end() returns. */
+/* To load, call load_begin(), the driver, and load_end(). If the load succeeded, call hidden_note()
+ * and loaded_note() afterwards, whatever load_end() returns. */
 void load_begin(struct load *load);
 bool load_end(struct load *load, CUresult result, uint64_t debt);
 uint64_t load_grown(const struct load *load);

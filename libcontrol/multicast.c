@@ -31,8 +31,8 @@ static uint64_t device_of(uint64_t handle)
     return ordinal < 0 ? 0 : (uint64_t)ordinal;
 }
 
-/* Ends a call that binds. The allocation was kept before the driver's call, so that a release in
- * the meantime does not end its charge. */
+/* Completes a call that binds memory. The allocation was kept before the driver's call, so that a
+ * release in the meantime does not end its charge. */
 static CUresult end_binding(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle,
                             CUresult result)
 {

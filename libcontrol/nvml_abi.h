@@ -1,4 +1,4 @@
-/* The NVML types of the answers that Tidegate replaces, with the values of NVIDIA's nvml.h 13.0. */
+/* Types and constants from NVIDIA's nvml.h 13.0, for the NVML answers that Tidegate replaces. */
 #pragma once
 
 typedef struct nvmlDevice_st *nvmlDevice_t;

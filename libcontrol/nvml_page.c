@@ -16,7 +16,7 @@
 #define GRANT_PATH "/run/tidegate/grant"
 
 /* The governor writes all entries in a single copy. If it is preempted while it does so, a reader
- * waits for it, for at most 0.1 s. */
+ * waits up to about 0.1 s for it. */
 #define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)
 
@@ -50,7 +50,7 @@ static const struct grant_header *map_grant(void)
                                     __ATOMIC_ACQUIRE))
         return page;
     os_unmap((void *)page, size);
-    return first; /* another thread was faster; NULL: not a valid grant page */
+    return first; /* what another thread mapped first; NULL: this is not a valid grant page */
 }
 
 static int hex_digit(char c)

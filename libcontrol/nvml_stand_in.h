@@ -31,8 +31,8 @@ struct page_process {
 /* Returns false if the GPU was not granted to the container, or if there is no grant page. */
 bool page_find(nvmlDevice_t device, struct page_device *foundp);
 
-/* Lists the processes that use the GPU, and returns the time of the sample. The device must have a
- * usage part. */
+/* Lists the processes that use the GPU, and returns their number. Stores the time of the sample if
+ * `time_usp` is not NULL. The device must have a usage part. */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
                         uint64_t *time_usp);
 

@@ -26,7 +26,7 @@ extern uint64_t governor_inode; /* of the socket, by which pages_is_ours() recog
 bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep);
 bool pages_identify_file(int fd, struct pages_file *filep);
 int pages_socket(int flags);
-/* Gives a descriptor a high number, to keep clear of programs that manage low ones themselves. */
+/* Moves a descriptor to a high number, because some programs manage low ones themselves. */
 int pages_high(int fd);
 long pages_connect(int fd);
 long pages_send(int fd, const char *byte, int flags);
@@ -46,5 +46,5 @@ void pages_after_fork(void);
 /* ---- pages_rejoin.c ---- */
 
 void pages_note_own_ledger(void);   /* the ledger in use belongs to this process alone */
-extern void (*pages_changed)(void); /* reports to a ledger that the process moved to: lifecycle.c */
+extern void (*pages_changed)(void); /* called after a move to another ledger; set by lifecycle.c */
 void pages_rejoin_after_fork(void);

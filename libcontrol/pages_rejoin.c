@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#define PAGES_SLOW_NS (5 * NS_PER_S) /* longest wait for an answer; time between late attempts */
+#define PAGES_SLOW_NS (5 * NS_PER_S) /* longest wait for an answer; pause after many attempts */
 
 /* A new connection that has not been answered yet. */
 struct pages_return {
@@ -144,12 +144,12 @@ static void pages_forward(struct ledger_slot *to)
 }
 
 /*
- * Moves the counters of a process that started while the governor was away, or with a ledger that
- * the governor has lost, into the ledger that it receives. This happens only once. Other threads
- * continue to count in the meantime, without a lock. What they count in the old ledger after it was
- * read is added to the new one by a later call of pages_forward(), so each sum is eventually
- * correct. The old ledger stays mapped. A thread that is waiting for GPU time announces its next
- * launch in the old ledger, so the arbiter does not see that launch begin.
+ * Moves the counters of this process into the ledger that it receives, if it started while the
+ * governor was away, or with a ledger that the governor has lost. This happens only once. Other
+ * threads continue to count in the meantime, without a lock. What they count in the old ledger
+ * after it was read is added to the new one by a later call of pages_forward(), so each sum is
+ * eventually correct. The old ledger stays mapped. A thread that is waiting for GPU time announces
+ * its next launch in the old ledger, so the arbiter does not see that launch begin.
  */
 static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_file *file)
 {

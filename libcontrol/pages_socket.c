@@ -98,7 +98,7 @@ long pages_receive(int fd, int flags, uint32_t *slotp, int fds[PAGES_N_FDS])
 }
 
 /* Returns whether the descriptor is still the library's. A program that closes every descriptor has
- * closed it, and may have opened another file under its number since. */
+ * closed it, and may since have opened another file under its number. */
 bool pages_is_ours(int fd, uint64_t own_inode)
 {
     uint64_t inode = 0;

@@ -1,4 +1,4 @@
-/* Whether the container's memory is on the GPU, and the calls that wait until it is; see
+/* Tracks whether the container's memory is on the GPU, and makes calls wait until it is; see
  * parking.h. */
 #include "parking.h"
 
@@ -180,7 +180,7 @@ void parking_resume(uint32_t paused)
     depth = paused;
 }
 
-/* A thread that is inside a call keeps the memory where it is. */
+/* Does not wait in a thread that is already inside a call, which keeps the memory where it is. */
 void parking_wait(void)
 {
     parking_enter(PARKING_MEMORY);

@@ -72,8 +72,8 @@ void parking_exempt(void); /* this thread's calls never wait */
 /* Waits until device memory may be allocated. Called before it is charged to the account. */
 void parking_wait(void);
 
-/* Called by cuInit, once the driver is initialised. Returns false if the memory of this process
- * would have to be moved, and cannot be. */
+/* Called by cuInit, once the driver is initialised. Returns false if the memory of this process may
+ * have to be moved, but cannot be. */
 bool parking_start(void);
 enum parking_state parking_now(void);
 bool parking_must_leave(void);         /* the governor has ordered the memory to be parked */
@@ -92,8 +92,8 @@ void parking_lock_contexts(void);
 bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
 
-/* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
- * begins a capture waits for them, until the time `ends` at the latest. */
+/* Number of synchronisations by the library that are under way. They would invalidate a capture, so
+ * a call that begins a capture waits for them, until the time `ends` at the latest. */
 extern uint32_t parking_n_syncs;
 void parking_await_syncs(uint64_t ends);
 
@@ -102,7 +102,7 @@ extern bool (*parking_watch)(void);
 
 /* ---- pointers.c ---- */
 
-extern uint32_t parking_copies_end; /* 1: calls that copy without a stream await the copy */
+extern uint32_t parking_copies_end; /* 1: calls that copy without a stream wait for the copy */
 
 cold void parking_await_copy(CUstream stream, CUresult *resultp);
 
@@ -235,11 +235,12 @@ enum parking_moved {
 };
 
 /*
- * These move all blocks, in a stream of the current context, for the thread that moves them.
+ * The thread that moves blocks calls these. They move all blocks, in a stream of the current
+ * context.
  *
  * parking_move_out() moves them to the host. If one cannot be moved, those before it are moved
- * back. Once `*hurryp` is 1, it waits for no other process. parking_move_in() moves those that are
- * parked to the GPU. If one cannot be moved, all of these are parked again: their contents in host
+ * back. Once `*hurryp` is 1, it waits for no other process. parking_move_in() moves the parked
+ * blocks to the GPU. If one cannot be moved, all of these are parked again: their contents in host
  * memory are still valid.
  */
 enum parking_moved parking_move_out(CUstream stream, const uint32_t *hurryp);

@@ -268,7 +268,7 @@ bool parking_reap(bool idle)
 /*
  * Like the driver's cuMemFree, this waits for the work that may use the block. While a stream is
  * capturing, that would invalidate the capture, so the memory is released later. Returns false if
- * the block is not in the table, so that the driver has to free it.
+ * the block is not in the table; the driver then has to free it.
  */
 bool parking_free(CUdeviceptr address, CUresult *resultp)
 {

@@ -4,13 +4,13 @@
  * The copies are made by the GPU's copy engines from and to pinned memory, at the speed of the bus.
  * A block's valid copy is given up only when the other one is complete.
  *
- * The driver clears memory that is released, on the copy engine that also copies to the GPU, so a
- * process that arrives is slowed down by each block that another one releases at that time. Copies
- * in the other direction slow it down as well. So as long as others are taking memory, a departing
- * process copies and releases only as much as they need: it copies blocks a little ahead, and
- * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s
- * while 40 GiB depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is
- * taken for a moment, it copies and releases everything.
+ * The driver clears released memory on the copy engine that also copies to the GPU, so each block
+ * that one process releases slows down another that is arriving at that time. Copies in the other
+ * direction slow it down as well. So as long as others are taking memory, a departing process
+ * copies and releases only as much as they need: it copies blocks a little ahead, and releases them
+ * when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s while 40 GiB
+ * depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is taken for a
+ * moment, it copies and releases everything.
  */
 #include "parking.h"
 
@@ -18,9 +18,9 @@
 #define COPY_NAP_NS  (100 * NS_PER_US)
 
 /* While others are taking memory, a departing process keeps this much of the GPU's memory free, and
- * has as much ready to be released; more if they take it in larger pieces. */
+ * the same amount ready to be released; it keeps more if they take larger pieces. */
 #define KEEP_BYTES    (2ull << 30)
-#define KEEP_STILL_NS (50 * NS_PER_MS) /* others take no memory if they took none for this long */
+#define KEEP_STILL_NS (50 * NS_PER_MS) /* others that took no memory for this long need none */
 #define KEEP_MOST_NS  (2 * NS_PER_S)   /* longest wait for others to take memory, in total */
 #define KEEP_QUERY_NS (1 * NS_PER_MS)  /* between queries of the free memory */
 
@@ -84,15 +84,15 @@ struct departure {
     struct parking_block *blocks;
     size_t n, copied, released;
     uint64_t ahead;      /* bytes of the blocks that have been copied and not released */
-    uint64_t keep;       /* bytes that are kept free, and as many ahead */
+    uint64_t keep;       /* bytes to keep free, and the same number to copy ahead */
     uint64_t free;       /* the GPU's free memory, as far as it is known */
     uint64_t queried_ns; /* when it was queried */
-    uint64_t taken_ns;   /* when less of it was found than before */
+    uint64_t taken_ns;   /* when a query last found less than the one before */
     uint64_t waited_ns;
     const uint32_t *hurryp; /* 1: nothing delays the move */
 };
 
-/* Whether blocks stay on the GPU after they are copied: others are still taking free memory. */
+/* Whether copied blocks stay on the GPU for now, because others are still taking free memory. */
 static bool departure_keeps(const struct departure *d, uint64_t now)
 {
     return now - d->taken_ns < KEEP_STILL_NS && parking_must_leave() &&

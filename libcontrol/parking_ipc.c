@@ -1,11 +1,11 @@
 /*
  * CUDA IPC for blocks that can be moved; see parking.h.
  *
- * The driver shares only memory from its own cuMemAlloc by CUDA IPC. For these blocks, the library
- * therefore gives out its own handles. A process that opens a handle connects to a socket of the
- * process that gave it out, and receives a file descriptor for the physical allocation, which it
- * maps. Once a handle has been given out, the block stays on the GPU, because it could not be
- * moved for both processes at once.
+ * Through CUDA IPC, the driver shares only memory from its own cuMemAlloc. For these blocks, the
+ * library therefore gives out its own handles. A process that opens a handle connects to a socket
+ * of the process that gave it out, and receives a file descriptor for the physical allocation,
+ * which it maps. Once a handle has been given out, the block stays on the GPU, because it could not
+ * be moved for both processes at once.
  *
  * The socket is in the abstract namespace, so it ends with the process and needs no directory. A
  * connection has to present a number from the handle, because the abstract namespace belongs to the
@@ -26,7 +26,7 @@
 
 #define IPC_MAGIC       0x4350497465676474ull /* "tdgetIPC" in memory */
 #define IPC_ANSWER_NS   (5 * NS_PER_S)        /* longest wait for the other process */
-#define IPC_REQUEST_NS  NS_PER_S              /* longest wait for what it sends upon connecting */
+#define IPC_REQUEST_NS  NS_PER_S              /* longest wait for a connection's request */
 #define IPC_END_NS      NS_PER_S              /* longest time that exit() waits for the thread */
 #define IPC_ATTEMPTS    3
 #define IPC_NAP_NS      (20 * NS_PER_MS) /* after a connection that was lost */
@@ -232,7 +232,7 @@ static void *serve(void *argument)
     bool ends;
 
     (void)argument;
-    os_lock(&serve_lock); /* it calls the driver */
+    os_lock(&serve_lock); /* gate_visit_begin() calls the driver */
     ends = ending;
     if (!ends)
         gate_visit_begin(&visit); /* for the life of the thread */
@@ -414,8 +414,8 @@ static CUresult open_new(uint64_t *addressp, const struct ipc_handle *handle)
     return result;
 }
 
-/* Opening a handle again returns the same address, as with the driver. So threads open handles one
- * after the other. */
+/* Opening a handle again returns the same address, as with the driver. Threads therefore open
+ * handles one at a time. */
 CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *given, unsigned int flags)
 {
     struct ipc_handle handle;
@@ -469,8 +469,8 @@ __attribute__((destructor)) static void ipc_finish(void)
         os_unlock(&serve_lock);
 }
 
-/* The handles are the parent's. The child closes its copy of the socket, so that a process
- * does not wait for an answer there when the parent has ended. */
+/* The handles are the parent's. The child closes its copy of the socket, so that no process waits
+ * there for an answer after the parent has ended. */
 void parking_ipc_after_fork(void)
 {
     if (pages_is_ours(own.listener, own.inode))

@@ -13,21 +13,21 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
-#define MOVE_FIRST_NS (NS_PER_S)        /* time in which calls and work have to end, at first */
-#define MOVE_LAST_NS  (64 * NS_PER_S)   /* and at most: it doubles with each attempt */
+#define MOVE_FIRST_NS (NS_PER_S)        /* time in which calls and work have to end */
+#define MOVE_LAST_NS  (64 * NS_PER_S)   /* its maximum; it doubles with each attempt */
 #define MOVE_RUN_NS   (50 * NS_PER_MS)  /* time for which the program runs between two attempts */
 #define MOVE_RETRY_NS (100 * NS_PER_MS) /* between attempts to move memory back */
 #define MOVE_REST_NS  (500 * NS_PER_MS) /* longest sleep without an order */
 #define MOVE_NAP_NS   (100 * NS_PER_US)
-#define MOVE_END_NS   (5 * NS_PER_S) /* longest wait of exit() for a move */
+#define MOVE_END_NS   (5 * NS_PER_S) /* longest time that exit() waits for a move */
 
 #define CU_MEMHOSTREGISTER_PORTABLE 1
 #define CU_STREAM_NON_BLOCKING      1
 
 /*
- * Host memory for the contents of parked blocks. It is the governor's, so that it is not charged to
- * the container's control group, and is pinned in pieces. No copy extends across two pieces,
- * because the driver may refuse that.
+ * Host memory for the contents of parked blocks. It belongs to the governor, so that it is not
+ * charged to the container's control group, and is pinned in pieces. No copy extends across two
+ * pieces, because the driver may refuse that.
  */
 static uint64_t arena_pinned; /* bytes at its beginning that the driver has pinned */
 static CUcontext arena_ctx;   /* in which it did so */

@@ -9,7 +9,7 @@ static struct parking_block *blocks; /* ordered by address */
 static size_t n_blocks, capacity;
 static uint64_t total;
 static uint64_t n_made;
-static uint32_t n_freed; /* blocks with `freed` */
+static uint32_t n_freed; /* blocks whose `freed` is true */
 
 /* Called with the lock held. Returns the index of the first block that begins after `address`. */
 static size_t upper(uint64_t address)

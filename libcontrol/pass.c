@@ -169,7 +169,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
               : queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN) {
         answer = PASS_FULL;
     } else if (++s->n_passed > s->sample_at) {
-        /* The distance varies, so that samples of a loop are not always of the same launch. */
+        /* The interval varies, so that samples of a loop are not always of the same launch. */
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;

@@ -12,8 +12,8 @@
  * that work. Now and then a launch is measured on its own, as a sample of what the program
  * launches.
  *
- * Under a grant with a deadline, a pass is metered: it has a budget of GPU time, as much as may be
- * queued before the next marker, from which the learned duration of each launch is deducted. The
+ * Under a grant with a deadline, a pass is metered: it has a budget, the GPU time that may be
+ * queued before the next marker. The learned duration of each launch is deducted from it. The
  * launches are noted, and are added to the model of the GPU's queue when a thread next takes the
  * gate's lock, which ends the pass.
  */

@@ -3,8 +3,8 @@
  * charged (here called a claim; unrelated to the claims of Kubernetes).
  *
  * If that does not fit, but the free memory in the pool may be enough for a small block, the
- * allocation is made without a claim, and is undone if the pool grew nevertheless. Frees need no
- * accounting.
+ * allocation is made without a claim, and is undone if the pool nevertheless grew beyond the quota.
+ * Frees need no accounting.
  */
 #include "parking.h"
 #include "pools.h"
@@ -104,9 +104,9 @@ static uint64_t pool_trust(struct pool *pool)
 
 /*
  * Begins an allocation while memory is short. A block that is smaller than a unit may still fit
- * into what the pool holds. It is allocated without a claim, and freed if the pool grew for it. A
- * larger block needs a claim for its whole size: the free memory of the pool is given back first,
- * then claimed again, because it is not known whether it would be enough.
+ * into what the pool holds. It is allocated without a claim, and freed if the pool grew beyond the
+ * quota for it. A larger block needs a claim for its whole size: the free memory of the pool is
+ * given back first, then claimed again, because it is not known whether it would be enough.
  */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
 {

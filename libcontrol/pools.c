@@ -136,7 +136,7 @@ static int pool_device(const CUmemLocation *location, bool managed)
 }
 
 /* Returns the GPU of a pool, such as the default pool of a locality domain, according to the pool's
- * own attributes, which drivers for CUDA 13.2 and later have. */
+ * own attributes, which drivers for CUDA 13.2 and later report. */
 static cold int pool_location(CUmemoryPool handle, bool *managedp)
 {
     CUmemLocation location = {CU_MEM_LOCATION_TYPE_NONE, 0};

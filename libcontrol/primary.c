@@ -188,7 +188,8 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 
 /* ---- green contexts ---- */
 
-/* The work of green contexts is awaited in the primary one (parking_blocks.c). */
+/* The library waits for the work of green contexts by synchronising the primary context
+ * (parking_blocks.c). */
 static void primary_note_handle(int device, CUdevice dev)
 {
     CUcontext handle;

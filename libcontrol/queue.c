@@ -286,7 +286,7 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
 }
 
 /*
- * Returns the next stream of a context in which work runs without a marker behind it; another
+ * Returns the context's next stream that has work running without a marker behind it; another
  * thread's per-thread stream is out of reach. Called only while nothing is held: a stream may
  * already be waiting for an event behind a hold, and a marker would come behind that.
  */
@@ -356,7 +356,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     return true;
 }
 
-/* Corrects the model according to the GPU's answer. Returns whether the marker was retired; then
+/* Corrects the model according to the GPU's answer. Returns whether the marker was retired; if so,
  * the next one may be due. */
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now)
@@ -458,9 +458,9 @@ bool queue_overruns(const struct queue *q)
 
 /*
  * Whether other containers should wait for the end of the remaining work. Alongside their work it
- * takes longer, so its end does not show whether the same work now takes longer even when alone.
- * Work that is not the last of its grant does show it. Where there is no such work, as when a grant
- * is one interval, this returns true once in a while.
+ * takes longer, so its end does not show whether it has become longer even when it runs alone. Work
+ * that is not the last of its grant does show that. Where there is no such work, as when a grant is
+ * one interval, this returns true once in a while.
  */
 bool queue_asks(struct queue *q)
 {

@@ -83,7 +83,7 @@ struct queue {
     uint64_t beside_ns;   /* and possibly for this much longer */
     uint64_t shared_ns;   /* maximum of such time in the first interval of `shared_era` */
     uint32_t shared_era;
-    uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() was last true */
+    uint32_t n_doubts;  /* late intervals beside others' work since queue_asks() was last true */
     uint32_t asked_era; /* others wait for the end of this era's work */
     float rise;         /* one of the factors ESTIMATE_RISE, ..._WAITS and ..._BESIDE */
     unsigned head, n_markers;

@@ -46,7 +46,7 @@ struct runner {
     int32_t n_tenants;  /* highest index in use, plus one */
     bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
     uint64_t unused_at; /* when a grant that no process uses is taken back */
-    uint64_t held_at;   /* when the holder was last seen not to have given its grant back */
+    uint64_t held_at;   /* when the holder was last seen still holding its grant */
 };
 
 /* The contents of one container's ledger, added up over its processes. */
@@ -55,7 +55,7 @@ struct report {
     uint32_t n_active; /* processes that started work in this grant */
     bool released;     /* and all of them gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
-    uint64_t alive_ns; /* oldest of the last signs of processes that still have the grant */
+    uint64_t alive_ns; /* oldest last sign of life of the processes that still have the grant */
     uint64_t seen_ns;  /* when a helper last read the grant */
     bool overruns;     /* work of a grant that is over is still running */
 };

@@ -408,7 +408,7 @@ class Applier:
             self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 
     def write_cache(self, operation: WriteCache) -> None:
-        """Replace the cache in a single rename.
+        """Replace the cache, with a single rename where the file system can exchange names.
 
         The previous file or link is kept under the temporary name until the container is certain to
         start, so that it can be restored with all its attributes.

@@ -39,7 +39,7 @@ DIRECTORY = "traces"  # directory of the notes, below the runtime directory
 LOCK = "traces.lock"  # next to DIRECTORY
 TEMPORARY = ".ld.so.cache.tidegate"
 ID_LIMIT = 200  # characters of an id, which has to fit into a file name
-KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; most have tens of KiB; /run is in memory
+KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; most take tens of KiB; /run is in memory
 STORED_LIMIT = 1 << 20  # bytes of a note
 HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
 SWEEP = 32  # on average, one in this many starts checks all notes
@@ -409,8 +409,8 @@ def _restore_cache(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 def _without_entries(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
     """Return a cache that the container wrote, without the entries for the hook's directories.
 
-    Return None if the cache is to stay unchanged: because it is malformed, no entry leads there, or
-    more than LOOKS directories would have to be resolved.
+    Return None if the cache is to stay unchanged, because it has only the old format, because no
+    entry leads there, or because more than LOOKS directories would have to be resolved.
     """
     cache = ldcache.parse(data)
     if cache is None:

@@ -29,7 +29,7 @@ PATH_LIMIT = 4096
 SECTIONS_LIMIT = 16  # glibc has two kinds
 HWCAPS_LIMIT = 4096
 
-OLD_HEADER = Struct("=12sI")  # eleven characters, one of padding
+OLD_HEADER = Struct("=12sI")  # eleven characters and a byte of padding
 OLD_ENTRY_SIZE = 12
 HEADER = Struct("=20sIIB3xI12x")
 ENTRY = Struct("=iIIIQ")

@@ -176,7 +176,7 @@ def _whole(value: Any, least: int | None = None) -> int:
 
 
 def _confined(path: Any) -> str:
-    """Check a relative path of the manifest: it stays below the generation (`is_below`)."""
+    """Check that a relative path of the manifest stays below the generation (`is_below`)."""
     return _checked(path, is_below)
 
 
@@ -324,8 +324,8 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
     """Open and lock the current generation; return its directory and the descriptor.
 
     `tidegate gc` takes the lock exclusively before it moves a generation away, so a generation that
-    is held here stays until the descriptor is closed. If it is removed between reading the link and
-    taking the lock, the link leads to another generation by then and is read again.
+    is held here stays until the descriptor is closed. If a generation is removed between reading
+    the link and taking the lock, the link already points to another one, and is read again.
     """
     link = f"{driver_dir}/current"
     for _ in range(TRIES):
@@ -406,7 +406,7 @@ def find_version(text: bytes) -> str | None:
             machine, blank, behind = words[len(b"for ") :].partition(b" ")
             if machine.split() != [machine]:
                 continue
-            suffix, words = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - the rest of it
+            suffix, words = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - drops the machine
         if words == suffix or not words[:1].isdigit():
             continue
         version = words.split(None, 1)[0].decode("ascii", "replace")

@@ -57,7 +57,7 @@ class WriteCache(NamedTuple):
     content: bytes
     strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # 32-bit libraries were requested, found only through the cache
+    compat32: bool = False  # programs find some of the libraries only through the cache
     before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
@@ -112,7 +112,7 @@ class CacheMapping(NamedTuple):
 
 
 def plan_cache(cache: bytes | None, mappings: tuple[CacheMapping, ...]) -> WriteCache | None:
-    """Plan the new cache; None if the image has none, or needs no change."""
+    """Plan the new cache; None if the image has no cache, or one that needs no change."""
     required = any(mapping.required for mapping in mappings)
     by_cache = next((mapping.what for mapping in mappings if mapping.required), "")
     if cache is None or not ldcache.is_cache(cache):

@@ -62,9 +62,8 @@ class Settings(NamedTuple):
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
     """Return the requests in the container's environment, as annotations.
 
-    Not only the user who starts the container but also the image can set these variables. So they
-    are a last resort for engines without annotations, and count only if the node's settings allow
-    it.
+    The image can set these variables, as well as the user who starts the container. So they are a
+    last resort for engines without annotations, and count only if the node's settings allow it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None
@@ -89,7 +88,7 @@ def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationE
 def find_unserved(request: Request, root: str, settings: Settings) -> HookError | None:
     """Return the hook's error if this node's driver cannot serve the image; None if it can.
 
-    Errors for which the hook refuses every container are raised.
+    Raise the errors that make the hook refuse every container.
     """
     from oci_hook.apply import explain
     from oci_hook.image import inspect_image, open_root

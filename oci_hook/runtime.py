@@ -148,7 +148,7 @@ class NodeSettings:
 
     def __init__(self) -> None:
         self.runtime = ""
-        self.runtime_for: dict[str, str] = {}  # runtimes by the state directory in --root
+        self.runtime_for: dict[str, str] = {}  # runtimes by the state directory that --root names
         self.environment = ""
         self.hook = HOOK
         self.hook_arguments = ""
@@ -381,7 +381,7 @@ def edit(pending: PendingContainer, event: RunEvent) -> None:
 
 
 def _refuse_elsewhere(data: bytes, path: str) -> None:
-    """Refuse a GPU to a container with crun's --config: hooks read the bundle's config.json."""
+    """Refuse a GPU request made with crun's --config: hooks read the bundle's config.json."""
     from oci_hook.errors import BundleError, show
     from oci_hook.quick import PREFIX
     from oci_hook.state import parse_document

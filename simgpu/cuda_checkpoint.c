@@ -17,7 +17,7 @@
 
 #define NAP 200000u /* ns between two checks of whether a process is at rest */
 
-/* One attachment of the process; called with the device's lock held. */
+/* Visits one attachment of the process, with the device's lock held. */
 typedef bool visitor(struct device *device, uint32_t slot);
 
 /* Call `visit` for each attachment of a process until it returns false. Returns the number of

@@ -241,7 +241,7 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
 }
 
 /*
- * Accepted without effect: even so, a copy of 1 MiB or more within device memory may end after its
+ * Accepted without effect: a copy of 1 MiB or more within device memory may still end after its
  * call has returned.
  */
 ENTRY(cuPointerSetAttribute, const void *value, CUpointer_attribute attribute, CUdeviceptr address)

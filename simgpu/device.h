@@ -13,8 +13,8 @@ struct device {
     int fd;
     uint32_t slot;
     uint32_t generation;
-    uint64_t key;          /* identifies this process */
-    pthread_mutex_t local; /* taken before the shared lock, which distinguishes processes only */
+    uint64_t key;                /* identifies this process */
+    pthread_mutex_t local;       /* taken first: the shared lock excludes only other processes */
     struct gpu_timeline scratch; /* for predictions, with the lock held */
 };
 

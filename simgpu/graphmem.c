@@ -3,8 +3,8 @@
  *
  * An allocation node gets its address when it is added, in a range that belongs to the graph. It
  * may reuse the addresses of an allocation that a free node ended, if that node was added earlier.
- * Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. When the graph
- * is destroyed, its memory is kept for the next graph, until the device is trimmed.
+ * Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. When the
+ * executable graph is destroyed, its memory is kept for the next graph until the device is trimmed.
  */
 #include "driver.h"
 
@@ -254,7 +254,7 @@ void graphmem_trim(int ordinal)
     devices[ordinal].cached = 0;
 }
 
-/** graphmem_context_ended() - release the memory of graphs when a device's last context ends */
+/** graphmem_context_ended() - release graphs' memory when the process's last context ends */
 void graphmem_context_ended(int ordinal)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -297,7 +297,7 @@ CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t valu
     return CUDA_SUCCESS;
 }
 
-/** graphmem_forget() - forget all; `owner` is false if the address space belongs to the parent */
+/** graphmem_forget() - forget all graphs' memory; `owner` is false in the child of a fork */
 void graphmem_forget(bool owner)
 {
     while (memories) {

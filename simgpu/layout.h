@@ -4,7 +4,7 @@
  * One simulated GPU is one file, mapped shared by every process that uses it. It has three parts:
  *
  *   0x0000  struct gpu_config    written when the device is created; later only `lost` changes
- *   0x1000  struct gpu_shared    the state, changed only with its lock held
+ *   0x1000  struct gpu_shared    the state; most of it changes only with its lock held
  *   ...     struct gpu_context[] the contexts' queues
  *
  * The holder of the lock may be killed between any two stores. Nothing has to be repaired

@@ -342,9 +342,9 @@ void mempool_synchronized(const struct device *device)
 }
 
 /**
- * mempool_context_ended() - release unused memory of pools and graphs, when a context has ended
+ * mempool_context_ended() - release unused memory of pools and graphs when a context has ended
  *
- * It is kept while the device has another context.
+ * The memory is kept while this process has another context on the device.
  */
 void mempool_context_ended(int ordinal)
 {

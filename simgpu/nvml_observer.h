@@ -4,7 +4,7 @@
 #include "device.h"
 #include "nvml_abi.h"
 
-/* Declares and begins a function that the library exports. Without parameters, pass `void`. */
+/* Declares and begins a function that the library exports. If it has no parameters, pass `void`. */
 #define ENTRY(type, name, ...)                                                                     \
     __attribute__((visibility("default"))) type name(__VA_ARGS__);                                 \
     type name(__VA_ARGS__)

@@ -164,7 +164,7 @@ class Context:
         self.driver.call("cuCtxSetCurrent", self.handle)
 
     def burn(self, duration: int, *, stamp: int | None = None, stream: int = 0) -> None:
-        """Launch a kernel of `duration` ns that writes the time of its end to address `stamp`."""
+        """Launch a kernel of `duration` ns; with `stamp`, it writes its end time there."""
         code = self.try_burn(duration, stamp=stamp, stream=stream)
         if code:
             raise CudaError("cuLaunchKernel", code, self.driver.error_name(code))

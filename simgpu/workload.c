@@ -1,8 +1,8 @@
 /*
  * Keeps the simulated GPU busy through the driver API, and records when each unit of work ended
  *
- * The program finds the driver as other programs do: dlopen("libcuda.so.1"), dlsym for
- * cuGetProcAddress, and everything else through that. Up to --depth units are launched ahead, and
+ * The program finds the driver as other programs do: dlopen("libcuda.so.1"), dlsym for cuInit and
+ * cuGetProcAddress, and the latter for everything else. Up to --depth units are launched ahead, and
  * their end times are read back in groups by a second stream, so that the first always has work.
  * Each record in the --out file is two little-endian u64: the time of the end on the GPU's clock in
  * ns, and 0. With --bursts the program alternates between working for 0.2 to 2 s and resting, so

@@ -118,7 +118,7 @@ class Browser:
             self._stack.close()
 
     def call(self, method: str, session: str | None = None, **parameters: object) -> Any:
-        """Return the answer of a protocol method; keep the events that arrive before it.
+        """Call a protocol method and return its answer; keep the events that arrive before it.
 
         Raise BrowserError if the method fails, or does not answer within ANSWER_S seconds.
         """
@@ -177,7 +177,7 @@ class BrowserPage:
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **parameters: object) -> Any:
-        """Return the answer of a protocol method for this page."""
+        """Call a protocol method for this page and return its answer."""
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:

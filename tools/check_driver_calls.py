@@ -64,7 +64,7 @@ def assertions(branch: int) -> str:
 
 
 def differences(tree: Path, branch: int) -> list[str]:
-    """Return the compiler's errors for the table, compared with the source in `tree`."""
+    """Return the errors that the compiler reports for the table and the source in `tree`."""
     command = ["gcc", "-fsyntax-only", "-w", "-x", "c", "-"]
     for include in INCLUDES:
         command += ["-I", str(tree / include)]

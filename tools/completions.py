@@ -79,7 +79,7 @@ def _script(parser: argparse.ArgumentParser, shell: str) -> str:
     """Return the script. In zsh, the first line of a script has to name the program."""
     lines = shtab.complete(_prepare(parser), shell=shell).rstrip().splitlines()
     begin = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
-    head = [lines[0], HEAD] if shell == "zsh" else [HEAD]  # not shtab's instructions
+    head = [lines[0], HEAD] if shell == "zsh" else [HEAD]  # shtab's instructions are left out
     if shell == "bash":
         function = "_" + parser.prog.replace("-", "_")
         assert lines.pop().startswith("complete ")  # noqa: S101

@@ -34,7 +34,7 @@ CONTAINER = "{{container}} GPU {{gpu}}"
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: its kind and unit, and its queries, each with the legend of its series."""
+    """A panel: its title and unit, and its queries, each with the legend of its series."""
 
     title: str
     doc: str

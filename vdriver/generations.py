@@ -56,7 +56,7 @@ class GenerationOutcome:
 
 @dataclass(frozen=True)
 class Collection:
-    """The result of `collect` or of its dry run; `notes` tell what could not be examined."""
+    """The result of `collect` or of its dry run; `notes` say what could not be examined."""
 
     directory: Path
     dry_run: bool
@@ -164,7 +164,7 @@ def _in_force(directory: Path) -> str:
 
 
 def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | str:
-    """Lock a generation against the hook until `stack` closes; return why if that is impossible."""
+    """Lock a generation against the hook until `stack` closes; return the reason if that fails."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=directory)
@@ -223,7 +223,7 @@ def blocks(directory: Path) -> int:
 
 @dataclass
 class _Usage:
-    """Uses of generations and reasons to keep them, by name; `notes` tell what was not examined."""
+    """Uses of generations and reasons to keep them, by name; `notes` say what was not examined."""
 
     kept: dict[str, str] = field(default_factory=dict)
     uses: dict[str, list[NamespaceUse]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Reads a file system tree below a root, with every symbolic link kept inside the tree.
 
-An absolute link restarts at the root and `..` stops there, as for a process whose root directory it
-is, so a driver in the tree of a container or an image is read in the same way as the host's driver.
+An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to the
+tree, so a driver in the tree of a container or an image is read in the same way as the host's.
 The tree must not change during the search: paths are resolved first and opened later by name.
 """
 

@@ -20,7 +20,7 @@ WrapFn = Callable[[nn.Module], Any]
 
 
 class Half(nn.Module):
-    """Half of a residual block: convolution and normalisation, plus the shortcut in the second."""
+    """Half a residual block: convolution and normalisation; the second half adds the shortcut."""
 
     def __init__(self, wide: int, out: int, stride: int, *, shortcut: nn.Module | None) -> None:
         super().__init__()

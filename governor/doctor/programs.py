@@ -97,7 +97,7 @@ def _writable(node: ExaminedNode, status: os.stat_result) -> str | None:
 def examine_program(node: ExaminedNode, path: str, what: str, install: str = PACKAGE) -> Finding:
     """Check that root can run the program at `path`, and that no other user can change it.
 
-    `install` is the remedy if it is missing.
+    `install` is the remedy if the program is missing.
     """
     status = node.stat(path)
     if status is None:

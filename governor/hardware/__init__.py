@@ -1,4 +1,4 @@
-"""Steer the GPU's own scheduler from the host: time slices, and channels that are switched off.
+"""Steer the GPU's own scheduler from the host: set time slices, and switch channels off and on.
 
 `calls` is the table of driver calls, `driver` makes them, `discovery` finds what a process has on a
 GPU, and `trace` reads which process was on it and when. `policy` decides, `steering` carries the

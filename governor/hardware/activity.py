@@ -29,13 +29,13 @@ from typing import NamedTuple
 MS = 1_000_000
 
 ASK = 200 * MS
-"""Shortest interval between two requests for samples: the driver takes one per 0.2 s (H200)."""
+"""Shortest interval between requests for samples: the driver takes one sample per 0.2 s (H200)."""
 SHORTEST = 100 * MS
 """Shortest interval between two samples."""
 LONGEST = 300 * MS
 """Longest time that one sample describes."""
 RATE_HISTORY = 1000 * MS
-"""Time for which the highest rate at which a process worked determines its charge."""
+"""Time for which a rate is remembered; the highest rate in it determines a process's charge."""
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
@@ -118,7 +118,7 @@ class Activity:
         )
         if uncertain > NOISE * (now - self._known):
             return True
-        self._asked = now  # the sum is not computed in each step
+        self._asked = now  # so that the sum is not computed in every step
         return False
 
     @property

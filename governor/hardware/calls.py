@@ -350,8 +350,8 @@ GET_ACCESS_RIGHTS = Call(
         (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
-"""Any client may ask with this call whether another client has an object. If it has none, the
-kernel module logs nothing."""
+"""Any client may use this call to ask whether another client has an object. If that client does not
+have it, the kernel module logs nothing."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,

@@ -70,8 +70,8 @@ class Channel:
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send a request and return its answer; raise OSError with the reason if it was refused.
 
-        After any other error the channel is closed: a late answer would be taken for that of the
-        next request.
+        After any other error the channel is closed: a late answer would be mistaken for the answer
+        to the next request.
         """
         try:
             self.send(message, descriptors)

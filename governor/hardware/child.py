@@ -1,4 +1,4 @@
-"""Starts child processes that run a module of this package as root."""
+"""Build the commands and environments of child processes that run a module of Tidegate as root."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Board:
             self._windows.pop(gang, None)
 
     def say(self, gpu: int, now: int, loads: Mapping[int, Load]) -> None:
-        """Record the loads on one GPU of containers with several GPUs, by gang."""
+        """Record, by gang, the loads of containers with several GPUs on one of these GPUs."""
         with self._lock:
             for number, load in loads.items():
                 if number in self._gangs:

@@ -35,7 +35,7 @@ turns are a debt. The cap of a container of class latency holds within a second 
 may use all of its time at once. After that it is in the second rank, with at most twice its part
 in each period, until its use has fallen again.
 
-Times are nanoseconds, shares are fractions of one GPU.
+Times are in nanoseconds, and shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ periods because containers with windows are off most of the time."""
 MANY = 4
 """With at least this number of busy channel groups, steps are less frequent."""
 CROWD = 16
-"""With this many busy containers or more, slices are in proportion to the default slice that
-containers have until they are found: caps hold without switching. A few are found soon."""
+"""With this many busy containers or more, slices are kept in proportion to the default slice that
+containers have until they are found, so that caps hold without switching. A few are found soon."""
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS

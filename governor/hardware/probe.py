@@ -46,7 +46,7 @@ time in which the work would otherwise end."""
 LATE_NS = 2_000_000
 """Time for which a process may still work after the call that switches it off, in ns."""
 HELD = 1.5
-"""WORK_MS of work that takes at least this long was interrupted (a multiple of WORK_MS)."""
+"""WORK_MS of work that takes longer than this multiple of WORK_MS was interrupted."""
 N_TRIES = 5
 RACE_MS = 60
 SLICE_NS = (8_000_000, 1_000_000)

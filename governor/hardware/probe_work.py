@@ -3,7 +3,7 @@
 It is started with the path of a libcuda and the UUID of a GPU, and writes a line of JSON when it is
 ready. For each line with a number of milliseconds that it reads, it runs a kernel that takes that
 long if nothing else uses the GPU, and writes how long the kernel took and when it ended, in
-nanoseconds of the monotonic clock. Before the first run it measures the kernel's speed, for which
+nanoseconds on the monotonic clock. Before the first run it measures the kernel's speed, for which
 it must have the GPU to itself. If a call fails, it writes a line with the error and exits.
 """
 

@@ -128,7 +128,7 @@ class _SteeredContainers:
 
 
 class GangCoordinator:
-    """Lets a container run on several GPUs at once, whether steered or shared by grants."""
+    """Lets a container run on several GPUs at once, whether these are steered or use grants."""
 
     def __init__(self, grants: Runners) -> None:
         self.board, self.grants = Board(), grants
@@ -174,7 +174,7 @@ class HardwareRunner(Runner):
         self.together = together or self._board
         self._opens, self._gpu, self._busy = opens, gpu, busy
         self._calls: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
-        # The arbiter reuses a container's number as soon as it is free; the steering must not.
+        # The arbiter reuses a container's number as soon as it is free; `Steering` must not.
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}
         self._used: dict[int, int] = {}

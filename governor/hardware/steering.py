@@ -255,7 +255,7 @@ class Steering(Generic[H]):
         return wake
 
     def _loads(self, now: int) -> dict[int, Load]:
-        """Return the loads on this GPU of containers with several GPUs, by gang."""
+        """Return, by gang, the loads of containers with several GPUs on this GPU."""
         return {
             gang: self._policy.load(i, now)._replace(span=self._spans.get(i, (0, 0)))
             for i, gang in self._gangs.items()
@@ -280,7 +280,7 @@ class Steering(Generic[H]):
         return dict.fromkeys(self._searched, 0) | found
 
     def _find_strangers(self, times: Mapping[int, int]) -> None:
-        """Record processes that use the GPU through channels that are unknown, or that are off."""
+        """Record processes that use the GPU through unknown channels, or although they are off."""
         known = {one.pid for held in self._held.values() for one in held}
         returned = self._hardware.returned_ns
         self.strangers, self.returned = set(), set()

@@ -68,7 +68,7 @@ class Load(NamedTuple):
     guarantee: float
     limit: float
     is_busy: bool
-    """Whether it used the GPU in the last periods."""
+    """Whether it used the GPU in the last few periods; always false for class latency."""
     others: float
     """Sum of the guarantees of the other containers that keep the GPU busy."""
     others_limit: float
@@ -144,7 +144,7 @@ class Tenant:
         self.turn = 0.0  # length of one turn
         self.is_in_circle = False  # slices alone keep it to its cap
         self.groups = 1  # channel groups with work; each has its own turns
-        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
+        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each recent period
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
         self.second = Second()
         self.room = 0.0  # its cap plus SLACK, less what it used within the last second
@@ -153,7 +153,7 @@ class Tenant:
         self.on_at = now  # when it was last switched on
         self.could_use = 0.0  # time that it was on and no other container used
         self.did_use = 0.0
-        # Fraction that it used of the time that it could have had: the average of the last periods,
+        # Fraction that it used of the time that it could have had: the average of recent periods,
         # and the recent peak. Both are 1 while nothing is known yet.
         self.load = self.burst = 1.0
         self.busy = True

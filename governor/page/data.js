@@ -5,7 +5,7 @@ const COLUMNS = ["used", "lent", "guarantee", "limit", "memory", "parked", "memo
 
 let state = null;     // the last answer of api/v1/state
 let about = null;     // the last answer of api/v1/history
-let series = new Map();  // by number: a container on a GPU, its first step, and its columns
+let series = new Map();  // by series number: a container on a GPU, its first step, and its columns
 const numbers = new Map();  // by a container's key: its label in bars, which also determines its colour
 
 /** Append an answer to the known series; if the governor was restarted, replace them. */
@@ -50,7 +50,7 @@ function seriesOf(gpu) {
     .sort((one, other) => one.ended - other.ended || numbers.get(one.key) - numbers.get(other.key));
 }
 
-/** Return the selected steps: those of the last `seconds`, or the one that is `back` steps before now. */
+/** Return the selected steps: those of the last `seconds` or, if `back` is negative, one step (-1 is the last). */
 function spanOf(seconds, back) {
   if (back < 0) return {first: about.last + back + 1, last: about.last + back + 1, moment: true};
   return {first: Math.max(0, about.last - seconds / about.step_s + 1), last: about.last, moment: false};

@@ -1,10 +1,10 @@
 "use strict";
-// Formats numbers and names. All values from the governor are inserted as text, because names of containers are not
+// Formats numbers and names. All values from the governor are inserted as text, because container names are not
 // trusted. The page does not use innerHTML, and its Content-Security-Policy forbids it.
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 
-/** Escape line breaks and invisible characters in untrusted text, such as marks that change the direction. */
+/** Escape line breaks and invisible characters, such as marks that change the direction, in untrusted text. */
 function plain(text) {
   return String(text).replace(/[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu,
     (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
@@ -41,7 +41,7 @@ const clamp = (value, most = 100) => Math.min(most, Math.max(0, value));
 /** Return the two parts of the used time as text; both are in percent of the GPU's time. */
 const ownAndLent = (used, lent, whose) => `(${percent(used - lent)} of ${whose} own, ${percent(lent)} lent)`;
 
-/** Return an upper bound of the waits as text; -1 stands for waits beyond the governor's last bound, a second. */
+/** Return an upper bound of the waits as text; -1 stands for waits longer than the governor's last bound, 1 s. */
 const bound = (ms) => ms < 0 ? "longer than 1\u00a0s" : `at most ${ms}\u00a0ms`;
 
 function clock(seconds) {

@@ -1,4 +1,4 @@
-"""Write the files of a plan, or undo that with the journal: completely or not at all."""
+"""Write the files of a plan completely or not at all, or undo that with the journal."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _lacking(node: ContainerdNode, said: str) -> str | None:
 
 
 def _patterns(path: str, document: dict[str, Any]) -> list[str]:
-    """Return a file's imports; relative ones start at the file's directory."""
+    """Return a file's imports; relative ones are resolved against the file's directory."""
     directory = path.rpartition("/")[0]
     imports = strings(document.get("imports"))
     return [posixpath.normpath(p if p.startswith("/") else f"{directory}/{p}") for p in imports]
@@ -283,7 +283,7 @@ def _part(node: ContainerdNode, handler: str) -> Part:
 
 
 def _handler(node: ContainerdNode, program: str, spec: str | None, result: SetupPlan) -> str:
-    """Return the handler's tables: those of the default, except for runtime and annotations."""
+    """Return the handler's tables: the default handler's, except for runtime and annotations."""
     default = node.default()
     like = table(node.handlers(), default)
     if like.get("runtime_type", RUNC) != RUNC:

@@ -25,7 +25,7 @@ UNDONE = (
     "systemctl restart docker    # a reload does not remove a runtime; containers "
     "are stopped unless live-restore is on"
 )
-# Other files that may contain dockerd's options: units (systemd.unit(5)), and those of packages.
+# Other files that may contain dockerd's options: units (systemd.unit(5)), and environment files.
 UNITS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",

@@ -149,7 +149,7 @@ class Root:
         return None
 
     def missing(self, path: str) -> list[str]:
-        """Return those of a directory and its parents that do not exist, the topmost first."""
+        """Return which of a directory and its parents do not exist, the topmost first."""
         found: list[str] = []
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
@@ -187,7 +187,10 @@ class Root:
         return True
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644, keep_mode: bool = True) -> None:
-        """Replace or create a file atomically; an existing one keeps owner, labels and mode."""
+        """Write a file atomically; an existing file keeps its owner, its labels and its mode.
+
+        Unless `keep_mode`, the mode becomes `mode`.
+        """
         shown = self.shown(path)
         old = self.read(path)
         real = old.real if old else self.find(path)

@@ -1,6 +1,6 @@
 """Record what setup changes, with the former content, in /var/lib/tidegate/setup/journal.json.
 
-The journal is written before the files, so that they can be restored at whatever point the
+The journal is written before the files, so that the files can be restored no matter when the
 process ends. A file has one or more steps; a new step begins if the file has been edited since the
 last one.
 Configuration files may contain secrets, so only root can read the directory.

@@ -93,7 +93,7 @@ def _cover(directory: str, without: set[str]) -> None:
     mode = stat.S_IMODE(os.fstat(below).st_mode)
     _mount("tmpfs", directory, 0, "tmpfs", f"mode={mode:o}")
     if os.path.samestat(os.stat(directory), os.fstat(below)):  # noqa: PTH116
-        # A process does not see a mount over its own root directory, and would write the node's
+        # A process does not see a mount over its own root directory, and would write to the node's
         # files.
         raise OSError(errno.EBUSY, "cannot be covered", directory)
     for name in os.listdir(below):  # noqa: PTH208 - a descriptor

@@ -45,7 +45,7 @@ def run(_args: argparse.Namespace) -> int:
 
 
 def script(code: Path, commands: Path) -> Iterator[str]:
-    """Yield the lines of the script, for pip's directories of code and commands."""
+    """Yield the lines of the script, for pip's directories of the code and the commands."""
     share = code / "governor/share"
     yield from _faults(code, commands)
     yield "# Where engines, units and `tidegate setup` look for programs. The hook runs under"

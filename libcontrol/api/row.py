@@ -1,7 +1,7 @@
 """The type of a row of the API table: a function of the driver API and its method.
 
 - `gate`     starts work on the GPU, and may do so only while the container has the grant. `key` is
-             the expression that identifies the work and under which its duration is learned,
+             an expression that identifies the work and the duration that is learned for it,
              `blocks` distinguishes sizes of the same work, and `stream` is the stream to which the
              work is submitted. `before` is an expression that may refuse the call, and `after`
              follows the call. The fast path skips both, and is not taken while `needed` is true.

@@ -2,9 +2,10 @@
  * tidegate-runtime: the wrapper that engines execute in place of runc or crun. It usually ends by
  * executing the real runtime.
  *
- * Every command of an engine runs through this program. A command that does not create a container,
- * or creates one that requests nothing, goes to the runtime at once. For other containers
- * config.json is edited first, by the fork server or by the Python script of the same name.
+ * Every command of an engine runs through this program. A command that neither creates nor deletes
+ * a container, or creates one that requests nothing, goes to the runtime at once. For other
+ * containers config.json is edited first, by the fork server or by the Python script of the same
+ * name.
  *
  * Only command lines in the form that engines write are parsed here: known options, not
  * abbreviated. The script handles all other forms, and parses them as runc and crun do.
@@ -49,8 +50,8 @@ static bool is_among(const char *word, const char *const names[])
     return false;
 }
 
-/* Returns the kind of an option, which precedes the command, or belongs to `delete` or to a command
- * that creates a container. */
+/* Returns the kind of an option. It precedes the command if `command` is NULL; otherwise it belongs
+ * to that command, which is `delete` or creates a container. */
 static enum kind kind_of(const char *name, const char *command)
 {
     static const char *const values[] = {"cgroup-manager", "criu", "log",      "log-format",
@@ -215,8 +216,8 @@ static void become_runtime(const struct settings *settings, char *argv[])
 }
 
 /*
- * Has the runtime delete a container, and then the fork server or the script remove the files that
- * its start created. Returns the runtime's status.
+ * Has the runtime delete a container, and then has the fork server or the script remove the files
+ * that its start created. Returns the runtime's status.
  */
 static int delete(const struct settings *settings, char *argv[], char *const arguments[])
 {

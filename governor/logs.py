@@ -19,6 +19,8 @@ def configure() -> None:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=processors,
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Writes a line with its end at once, even to an unbuffered stderr (PYTHONUNBUFFERED), which
+        # two drivers of one node may share.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

@@ -12,7 +12,9 @@ run in a separate mount namespace.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
+import py_compile
 import re
 import resource
 import shutil
@@ -157,7 +159,7 @@ def problems() -> list[str]:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy the files that git tracks or would add."""
+    """Copy the files that git tracks or would add, and compile those that mutants change."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -169,6 +171,11 @@ def copy_tree(to: Path) -> None:
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
+    # The default validates bytecode by time stamps in whole seconds, and mutants may change a file
+    # more often. Python keeps this mode when it writes the file again.
+    compileall.compile_dir(
+        to / "oci_hook", quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
+    )
 
 
 COVERED = """
@@ -188,9 +195,6 @@ command ends, because a mutant may change the host itself as if it were a contai
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; return pytest's status and the name of that test."""
-    # Cached bytecode has time stamps in whole seconds, and mutants may change a file more often.
-    for cache in tree.rglob("__pycache__"):
-        shutil.rmtree(cache)
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
@@ -206,7 +210,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
             capture_output=True,
             text=True,
             timeout=SECONDS,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TIDEGATE_BUILD": build},
+            env={**os.environ, "TIDEGATE_BUILD": build},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
         )
     except subprocess.TimeoutExpired:

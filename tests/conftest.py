@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ TIERS = {
     "kubernetes": "unit",
     "cluster": "cluster",
 }
+
+ONE_RUNTIME = ("test_hook_rules", "test_hook_steps", "test_images")
+"""Modules of tests/container that test what the hook itself does. Their tests with crun are slow;
+the other modules run with both runtimes in `make test`.
+"""
 
 SEARCH = 10
 """Factor by which the profile `search` increases the number of examples of each test."""
@@ -52,6 +58,10 @@ settings.load_profile("fixed")
 
 # runc is in /usr/sbin, which is not on every user's PATH.
 os.environ["PATH"] += ":/usr/sbin:/sbin"
+# Thousands of processes that the tests start import the same modules; without cached bytecode, each
+# of them compiles the modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # If a test forks in a process in which another one has used gRPC, gRPC's handlers abort the child.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
@@ -127,6 +137,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     fuzz_is_named = any("fuzz" in argument for argument in config.args)
     for item in items:
         tier = item.path.relative_to(TESTS).parts[0]
+        call = getattr(item, "callspec", None)
+        if item.path.stem in ONE_RUNTIME and call and call.params.get("runtime") == "crun":
+            item.add_marker("slow")
         if tier == "fuzz":
             item.add_marker("unit" if fuzz_is_named else "slow")
         elif tier in TIERS:

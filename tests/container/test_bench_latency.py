@@ -13,6 +13,7 @@ import pytest
 from bench import latency, run
 
 
+@pytest.mark.slow
 def test_every_arm_serves_the_same_requests(
     require, build_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

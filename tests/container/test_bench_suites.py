@@ -17,6 +17,8 @@ from bench import events, quota, quota_measure, report_docs, run
 from bench.arms import Arm, ArmContainer
 from bench.machine import Simulated
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "table7": ("thirds",),
     "sweep": ("alone-50", "alone-waits"),
@@ -39,7 +41,6 @@ not come if the grant is extended.
 """
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_sixty_four_containers_share_a_gpu(
     tmp_path: Path,
@@ -63,7 +64,6 @@ def test_sixty_four_containers_share_a_gpu(
         assert tenant["governor"]["held_ns"] < 0.02 * 8e9
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_kernels_that_outlast_their_grants_take_nothing_from_a_neighbours_share(
     tmp_path: Path, require: Callable[..., None], build_dir: Path

@@ -147,19 +147,28 @@ def test_halves_of_collectives_over_two_gpus_in_two_containers(node: BenchNode) 
     expect_in_time(node, play, 6)
 
 
-@pytest.mark.parametrize("mode", ["one", "each"])
+@pytest.mark.parametrize(
+    ("mode", "times"),
+    [
+        ("one", 3),
+        ("each", 3),
+        *(pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("one", "each")),
+    ],
+)
 def test_a_container_can_be_suspended_in_the_middle_of_collectives(
-    node: BenchNode, mode: str
+    node: BenchNode, mode: str, times: int
 ) -> None:
     """A kernel on one GPU may wait for a kernel that has not been submitted on the other GPU."""
     quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
-    pair = [start(node, f"suspended-{mode}-{i}", mode, 1_000_000, **quota) for i in range(2)]
+    pair = [
+        start(node, f"suspended-{mode}-{times}-{i}", mode, 1_000_000, **quota) for i in range(2)
+    ]
     n = 2 if mode == "each" else 1
     for container in pair:
         wait_for(lambda c=container: len(list(c.out.glob("ready-*"))) == n, "contexts")
         (container.out / "begin").touch()
     time.sleep(0.5)
-    for _ in range(10):
+    for _ in range(times):
         name = pair[0].identifier
         assert ask(node.config, "suspend", timeout=120, id=name, wait=60)["processes"] == n
         assert ask(node.config, "resume", timeout=120, id=name)["processes"] == n

@@ -32,8 +32,8 @@ def play(run: Path, build_dir: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-SLOW = {"many-models"}
-"""Stories that take a minute of processor time; they run in `make test-full`."""
+SLOW = {"ci-runners", "many-models", "several-gpus"}
+"""Stories that take the most processor time; they run in `make test-full`."""
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ OPTIONS = {
     "none": {},
 }
 # ThreadSanitizer does not model fences, and gcc warns about each of them.
+PROGRAMS = ("stress", "libcontrol/cuda:shared_library", "simgpu/cuda:shared_library")
 FLAGS = {"thread": ["-Dc_args=-Wno-tsan"]}
 NOT_HERE = 77
 
@@ -47,7 +48,7 @@ def build(sanitizer: str) -> Path:
         return Path(os.environ.get("TIDEGATE_BUILD", ROOT / "build" / "meson"))
     folder = ROOT / "build" / f"sanitize-{sanitizer}"
     meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
-    commands = [[*meson, "compile", "-C", str(folder)]]
+    commands = [[*meson, "compile", "-C", str(folder), *PROGRAMS]]
     if not (folder / "build.ninja").exists():
         options = [f"-Db_sanitize={sanitizer}", *FLAGS.get(sanitizer, [])]
         commands.insert(0, [*meson, "setup", str(folder), *options])

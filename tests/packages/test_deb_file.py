@@ -40,6 +40,7 @@ def scripts(deb: Path, tmp_path: Path) -> Path:
     return tmp_path / "control"
 
 
+@pytest.mark.slow
 def test_lintian_reports_nothing(require: Callable[..., None], deb: Path) -> None:
     """The exceptions are in packaging/debian/tidegate.lintian-overrides, each with its reason."""
     require("lintian")

@@ -258,7 +258,7 @@ def run_programs(node: MemoryNode, steps: list[tuple[int, str, int, int]]) -> No
 
 
 @settings(
-    max_examples=examples(50),
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -305,7 +305,7 @@ def check(name: str, found: dict[str, Any], promised: list[dict[str, Any]], at: 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_governor_can_be_killed_at_any_step(scenes: Callable[[], KillScene], name: str) -> None:
-    one_case(scenes, name, lambda count: steps(count, 7))
+    one_case(scenes, name, lambda count: steps(count, 3))
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def test_two_containers_that_always_work_take_turns_and_lose_little(cost_ns: int
     st.integers(40, 80),
     st.sampled_from([0, GIB // 2, GIB]),
 )
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(10))
 def test_every_container_that_waits_comes_and_the_gpu_is_never_overfull(
     wanted: list[tuple[int, bool]], capacity: int, kept: int
 ) -> None:

@@ -341,7 +341,8 @@ static enum form form_of(const char *name)
         if (!strcmp(name, form_names[i]))
             return (enum form)i;
     }
-    fprintf(stderr, "burner: unknown form %s; see the head of bench/burner.c\n", name);
+    fprintf(stderr, "burner: unknown form %s; see the comment at the top of bench/burner.c\n",
+            name);
     exit(2);
 }
 

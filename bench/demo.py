@@ -358,7 +358,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--memory", default="3Gi", help="memory quota of each container (3Gi)")
     parser.add_argument(
-        "--leave", default="768Mi", help="part of the quota that a simulated job leaves (768Mi)"
+        "--leave",
+        default="768Mi",
+        help="part of the quota that a simulated job leaves free (768Mi)",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/demo")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
@@ -397,7 +399,7 @@ def load_line(taken: float) -> str:
         return ""
     return (
         f"demo: other programs keep {taken:.1f} of {os.cpu_count()} processors busy: "
-        "shares may be off; end those programs, or do not rely on this run"
+        "shares may be off; stop those programs, or do not rely on this run"
     )
 
 

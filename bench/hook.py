@@ -219,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/hook")
     parser.add_argument("--rounds", type=int, default=50, help="starts in each way (50)")
-    parser.add_argument("--crowd", type=int, default=100, help="containers 8 at a time (100)")
+    parser.add_argument(
+        "--crowd", type=int, default=100, help="number of containers to start, 8 at a time (100)"
+    )
     parser.add_argument("--runtime", action="append", choices=("runc", "crun"))
     parser.add_argument("--scripts", action="store_true", help="use only the Python scripts")
     args = parser.parse_args(argv)

@@ -262,7 +262,7 @@ def run(
         arm.end()
     requests = [took for out in services for took in _requests(out)]
     if services and not requests:
-        raise MachineError(f"no request arrived in {load.seconds:g} s: ask for more --seconds")
+        raise MachineError(f"no request arrived in {load.seconds:g} s: increase --seconds")
     return {
         "requests_ms": requests,
         "units_per_s": [round(n, 2) for n in units],

@@ -444,7 +444,7 @@ int main(int argc, char **argv)
         most < 2 * MIB || !ways) {
         fprintf(stderr,
                 "oom_stress: 1 to 64 processes and threads, --most of 2 MiB or more; see the "
-                "head of oom_stress.c\n");
+                "comment at the top of bench/oom_stress.c\n");
         return 64;
     }
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

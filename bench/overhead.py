@@ -346,7 +346,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", action="store_true", help="measure steps of PyTorch, not calls")
     parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument(
-        "--pairs", type=at_least(1), help="native and governed runs (10; 40 with --step)"
+        "--pairs",
+        type=at_least(1),
+        help="number of pairs of a native and a governed run (10; 40 with --step)",
     )
     parser.add_argument(
         "--samples", type=at_least(1), default=20, help="batches of calls in a run (20)"
@@ -354,9 +356,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--calls", type=at_least(1), help="calls in a batch (200; 20000 with --stub)"
     )
-    parser.add_argument("--seconds", type=float, default=0.2, help="time of a run of steps (0.2)")
     parser.add_argument(
-        "--rounds", type=at_least(1), default=8, help="new processes with --step (8)"
+        "--seconds", type=float, default=0.2, help="duration of a run of steps, in seconds (0.2)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=at_least(1),
+        default=8,
+        help="number of rounds with --step, each with new processes (8)",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/overhead")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")

@@ -112,7 +112,7 @@ def take_pictures(page: BrowserPage, output: Path) -> None:
         page.screenshot(output / name)
         say(f"{output / name}")
     if complaints := page.complaints():
-        raise BrowserError(f"the browser complains: {'; '.join(complaints)}")
+        raise BrowserError(f"the browser reported errors: {'; '.join(complaints)}")
 
 
 def main(argv: list[str] | None = None) -> int:

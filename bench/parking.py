@@ -320,7 +320,11 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the machine, the models, and the two busy containers."""
     parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
-    parser.add_argument("--parts", default="models,pair", help="of models,pair,deaths")
+    parser.add_argument(
+        "--parts",
+        default="models,pair",
+        help="parts to run, of models,pair,deaths (models,pair)",
+    )
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
     parser.add_argument("--models", type=int, default=5)
     parser.add_argument("--held-mib", type=int, default=16384, help="memory of a model (16384)")
@@ -330,8 +334,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-mib", type=int, help="host memory for parked memory")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--pair-mib", type=int, help="memory of two busy containers (--held-mib)")
-    parser.add_argument("--seconds", type=float, default=60, help="of the two busy ones (60)")
+    parser.add_argument(
+        "--pair-mib", type=int, help="memory of each of the two busy containers (--held-mib)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="duration of the parts pair and deaths (60)"
+    )
     parser.add_argument("--kill-every", type=int, default=300, help="ms between kills (300)")
     parser.add_argument("--scheduling", choices=["auto", "hardware", "gate"], default="gate")
     parser.add_argument("--output", type=Path, default=ROOT / "build/parking")

@@ -161,14 +161,14 @@ The neighbour's speed is given in percent of its speed while the container is su
 CHURN = """\
 ## Containers that come and go
 
-`python -m bench.churn` starts up to eight containers of random shares and kinds of work beside one
-that always has work and has 20 % as guarantee and cap. Some end by themselves after a few seconds,
-others by SIGKILL. All guarantees together fit on the GPU.
+`python -m bench.churn` keeps up to eight containers with random shares and kinds of work running
+beside one that always has work and whose guarantee and cap are 20 %. Some end by themselves after a
+few seconds; others are killed with SIGKILL. All guarantees together fit on the GPU.
 
 The share of a container is its work from one second after its first unit, in percent of what it
 does alone in that time. It is measured for containers that always have work and live for at least
 two seconds. "Below" is how far the worst container was below its guarantee, in points.
-"Seconds" are the shares, in windows of one second, of the container that runs in every arm.
+"Seconds" are the shares, in windows of one second, of the container that always has work.
 There is no run without Tidegate, which would guarantee nothing.
 """
 

@@ -138,7 +138,7 @@ class Admissions:
         The first of the descriptors is a pidfd of the container's first process.
         """
         if not descriptors:
-            raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
+            raise RequestError("admit was sent without a pidfd", hint="send it with SCM_RIGHTS")
         uses = uses_of(request)
         known = self._admitted_before(request["id"], uses, descriptors[0])
         if known is not None:

@@ -119,7 +119,7 @@ class AllocationTable:
         reached = tuple(gpu.device.uuid for gpu in self._gpus if nodes.has(gpu.device))
         if not reached:
             raise RefusedError(
-                f"the container has {nodes}, which belongs to no GPU that this node shares",
+                f"the container has {nodes}, but no GPU that this node shares",
                 hint="tidegate check lists the GPUs that it shares",
             )
         return reached

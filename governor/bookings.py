@@ -77,7 +77,7 @@ class Bookings:
                 )
             if claim.leaving:
                 raise RefusedError(
-                    f"{claim} was taken back, and its last container has not ended",
+                    f"{claim} was taken back, but its last container has not ended yet",
                     hint="wait until that container has ended",
                 )
             share = next((one for one in claim.shares if one.name == name), None)
@@ -113,9 +113,9 @@ class Bookings:
                 continue
             uid, name = min(both)
             raise RefusedError(
-                f"share {name} of {self.claims[uid]} is used by container"
-                f" {container.identifier[:64]!r}, together with shares other than those that this"
-                " container names",
+                f"share {name} of {self.claims[uid]} is in use by container"
+                f" {container.identifier[:64]!r}, whose set of shares differs from this"
+                " container's",
                 hint="give containers of one claim either the same requests, or requests that no"
                 " other container uses",
             )

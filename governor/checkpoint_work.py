@@ -53,7 +53,9 @@ class CheckpointCalls:
     def __init__(self, library: str) -> None:
         self._cuda = ctypes.CDLL(library)
         if not hasattr(self._cuda, "cuCheckpointProcessLock"):
-            raise CheckpointError("the driver has no checkpoint calls, which came with version 570")
+            raise CheckpointError(
+                "the driver has no checkpoint calls, which were introduced in version 570"
+            )
         if status := self._cuda.cuInit(0):
             raise CheckpointError(f"cuInit returned {self._name(status)}")
 

@@ -22,7 +22,7 @@ gave to pods of any namespace. It contains a dot, which the name of a real names
 
 MAX_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
-EQUAL = "a container has the same quota on each of its GPUs"
+EQUAL = "a container must have the same quota on each of its GPUs"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
     names = [share.name for share in shares]
     if len(set(names)) != len(names):
         raise RequestError(
-            f"{claim} has two shares with the same name", hint="name each differently"
+            f"{claim} has two shares with the same name", hint="give each share a different name"
         )
     for share in shares:
         if share.quota.compute_limit < share.quota.compute:

@@ -36,15 +36,15 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
         raise RefusedError(
             "the container has a device of tidegate.gpu/shared, but no annotation that says how"
             " much memory it may use",
-            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine did not"
-            " pass it to the hook, as happens with every containerd handler except tidegate (run"
-            " tidegate setup containerd, then set runtimeClassName: tidegate); or set"
+            hint="add tidegate.gpu/memory (for example, 8Gi); if it is already there, the engine"
+            " did not pass it to the hook, as happens with every containerd handler except tidegate"
+            " (run tidegate setup containerd, then set runtimeClassName: tidegate); or set"
             " defaults.memory in the node's configuration",
         )
     if memory is None:
         raise RefusedError(
             "annotation tidegate.gpu/memory is missing",
-            hint="add it (like 8Gi), or set defaults.memory in the node's configuration",
+            hint="add it (for example, 8Gi), or set defaults.memory in the node's configuration",
         )
     check_memory(memory, config, "annotation tidegate.gpu/memory")
     if request.strategy not in ("auto", *config.strategies):

@@ -42,8 +42,9 @@ def parse_quantity(value: str | int, option: str) -> int:
     match = _QUANTITY.fullmatch(str(value))
     if not match:
         raise ConfigError(
-            f"{option} is {value!r}, but must be bytes or a whole number with Ki, Mi, Gi or Ti",
-            hint="write it like 512Mi",
+            f"{option} is {value!r}, but must be a number of bytes, or a whole number followed by"
+            " Ki, Mi, Gi or Ti",
+            hint="write, for example, 512Mi",
         )
     return int(match[1]) * UNITS[match[2] or ""]
 
@@ -230,7 +231,7 @@ def _loader() -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-                raise ComposerError(None, None, "an alias is not accepted", mark)
+                raise ComposerError(None, None, "aliases are not accepted", mark)
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - YAML's
@@ -363,13 +364,15 @@ def _read_values(document: dict[str, Any], name: str) -> dict[str, Any]:
     for option in ("quantum_ms", "quantum_most_ms", "mps_quantum_ms", "mps_fault_s"):
         if math.isnan(values.get(option, 1)):
             # NaN is neither below the minimum nor above the maximum.
-            raise ConfigError(f"{name}: {option}: not a number", hint="write it like 4.0")
+            raise ConfigError(f"{name}: {option}: not a number", hint="write, for example, 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], f"{name}: {option}")
     if "memory" in values:
         if math.isnan(values["memory"].get("overbook", 1)):
-            raise ConfigError(f"{name}: memory.overbook: not a number", hint="write it like 1.5")
+            raise ConfigError(
+                f"{name}: memory.overbook: not a number", hint="write, for example, 1.5"
+            )
         if "host" in values["memory"]:
             host = parse_quantity(values["memory"]["host"], f"{name}: memory.host")
             values["memory"] = {**values["memory"], "host": host}

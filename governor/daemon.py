@@ -215,9 +215,9 @@ def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
                 _take_lock(lock, path.parent)
             except BlockingIOError as e:
                 raise GovernorError(
-                    f"another governor runs in {path.parent}",
-                    hint="stop it, or choose another runtime_dir; with --wait, this one takes its"
-                    " place once it has ended",
+                    f"another governor is running in {path.parent}",
+                    hint="stop it, or choose another runtime_dir; with --wait, this governor"
+                    " waits for the other one to end and takes its place",
                 ) from e
         else:
             stack.callback(os.close, lock)
@@ -415,11 +415,13 @@ def parser() -> argparse.ArgumentParser:
     )
     for name in OVERRIDES:
         option = "--" + name.replace("_", "-")
-        made.add_argument(option, metavar="DIR", help="instead of the configuration's")
+        made.add_argument(
+            option, metavar="DIR", help="use this directory instead of the configured one"
+        )
     made.add_argument(
         "--wait",
         action="store_true",
-        help="wait for another governor of the same directory to end, and take its place",
+        help="wait for another governor in the same directory to end, and take its place",
     )
     return made
 

@@ -80,9 +80,16 @@ def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = begins + [one for one in named if one not in begins]
     if len(found) == 1:
         return found[0]
-    how = "begin with" if not named else "are named" if not begins else "are named or begin with"
-    what = f"{len(found)} containers {how}" if found else "no container is named"
-    raise RequestError(f"{what} {wanted[:64]!r}", hint="tidegate ps lists them")
+    shown = repr(wanted[:64])
+    if not found:
+        what = f"no container has the id or name {shown}"
+    elif not named:
+        what = f"{len(found)} containers have an id that begins with {shown}"
+    elif not begins:
+        what = f"{len(found)} containers are named {shown}"
+    else:
+        what = f"{len(found)} containers have the name {shown} or an id that begins with it"
+    raise RequestError(what, hint="tidegate ps lists them")
 
 
 def safe(text: object) -> str:

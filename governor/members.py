@@ -124,7 +124,7 @@ def warn_if_unknown(member: Member) -> None:
         log.warning(
             "membership-unknown",
             container=member.identifier,
-            error="it has no control group of its own that the governor sees; every process "
+            error="it has no control group of its own that the governor can see; every process "
             "that reaches its socket is registered",
         )
 

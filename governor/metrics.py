@@ -93,13 +93,17 @@ NODE_METRICS = (
         "Memory that may be granted on a GPU, as a multiple of the GPU's own memory"
         " (memory.overbook)",
     ),
-    _gauge("host_memory_taken_bytes", (), "Host memory that is taken for parked memory"),
+    _gauge("host_memory_taken_bytes", (), "Host memory that is allocated for parked memory"),
     _gauge(
         "host_memory_needed_bytes",
         (),
         "Memory quotas of all containers that may be parked, added up",
     ),
-    _gauge("host_memory_limit_bytes", (), "Upper limit of what may be needed (memory.host)"),
+    _gauge(
+        "host_memory_limit_bytes",
+        (),
+        "Upper limit of tidegate_host_memory_needed_bytes (memory.host)",
+    ),
 )
 GPU_METRICS = (
     _gauge("gpu_info", (*GPU, "name", "strategy"), "Always 1; name and strategy are in the labels"),
@@ -124,13 +128,13 @@ GPU_METRICS = (
     _counter(
         "gpu_handover_seconds",
         GPU,
-        "Time that was held and not used, of grants that are settled; divided by the number of"
+        "Time that was held but not used, in settled grants; divided by the number of"
         " grants, it is the mean per grant",
     ),
     _counter("gpu_grants", GPU, "Grants of GPU time"),
-    _counter("gpu_looks", GPU, "Samples of NVML"),
-    _counter("gpu_looks_failed", GPU, "Samples of NVML that failed"),
-    _counter("gpu_look_seconds", GPU, "Time that samples of NVML took"),
+    _counter("gpu_looks", GPU, "NVML samples"),
+    _counter("gpu_looks_failed", GPU, "NVML samples that failed"),
+    _counter("gpu_look_seconds", GPU, "Time that NVML samples took"),
     _gauge(
         "gpu_mps_running",
         GPU,
@@ -138,7 +142,11 @@ GPU_METRICS = (
     ),
     _counter("gpu_mps_faults", GPU, "Fatal faults that ended the work of its MPS clients"),
     _counter("gpu_mps_clients_refused", GPU, "Clients that its MPS server refused"),
-    _counter("gpu_mps_commands", GPU, "Commands to its MPS daemon that are not the governor's"),
+    _counter(
+        "gpu_mps_commands",
+        GPU,
+        "Commands that its MPS daemon received and that the governor did not send",
+    ),
     _counter("gpu_mps_starts", GPU, "Starts of its MPS daemon"),
 )
 CONTAINER_METRICS = (
@@ -160,7 +168,7 @@ CONTAINER_METRICS = (
     _counter(
         "container_handover_seconds",
         CONTAINER,
-        "Time that was held and not used, of grants that are settled",
+        "Time that was held but not used, in settled grants",
     ),
     _counter("container_grants", CONTAINER, "Grants of GPU time"),
     _histogram(
@@ -171,7 +179,7 @@ CONTAINER_METRICS = (
     _counter(
         "container_grants_overdue",
         CONTAINER,
-        "Grants that were revoked because it gave them back too late",
+        "Grants that were revoked because it had not given them back in time",
     ),
     _counter("container_launches", CONTAINER, "Calls that started work, by its own count"),
     _counter("container_waits", CONTAINER, "Of those, calls that had to wait for GPU time"),
@@ -207,7 +215,9 @@ CONTAINER_METRICS = (
         CONTAINER,
         "Memory that is in use, but in host memory and not on the GPU",
     ),
-    _gauge("container_host_memory_bytes", CONTAINER, "Host memory that is ready for it"),
+    _gauge(
+        "container_host_memory_bytes", CONTAINER, "Host memory that is ready for its parked memory"
+    ),
     _counter("container_times_parked", CONTAINER, "Times that its memory was parked"),
     _counter("container_moved_bytes", CONTAINER, "Memory that was moved, in both directions"),
     _counter(
@@ -220,7 +230,7 @@ CONTAINER_METRICS = (
         CONTAINER,
         "Time for which calls waited for its memory, summed over all threads",
     ),
-    _gauge("container_awaiting_calls", CONTAINER, "Calls that wait for its memory now"),
+    _gauge("container_awaiting_calls", CONTAINER, "Calls that are waiting for its memory now"),
 )
 CLAIM_METRICS = (
     _gauge("claim_memory_bytes", CLAIM, "Memory of a claim's share, used by a container or not"),

@@ -121,7 +121,7 @@ class Parker:
             while (missing := self._missing(container)) > 0 and not container.has_ended:
                 if time.monotonic() > deadline:
                     raise RefusedError(
-                        f"{-(-missing // MIB)} MiB of memory are held by containers that may be"
+                        f"{-(-missing // MIB)} MiB of memory is held by containers that may be"
                         " parked but are working",
                         hint="try again",
                     )
@@ -257,8 +257,9 @@ class Parker:
             log.warning(
                 "container-not-resident",
                 container=container.identifier,
-                message="the GPU has no room for its memory, although no container uses that room",
-                hint="it is tried again; nvidia-smi shows what else uses the GPU",
+                message="the GPU has no room for its memory, although no container uses the memory"
+                " that is reserved for it",
+                hint="the move is retried; nvidia-smi shows what else uses the GPU",
             )
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
             spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
@@ -269,8 +270,8 @@ class Parker:
             log.warning(
                 "container-not-parked",
                 container=container.identifier,
-                message="its work does not end, and other containers wait for its memory",
-                hint="set tidegate.gpu/parking to never if it always works like this",
+                message="its work does not end, and other containers are waiting for its memory",
+                hint="set tidegate.gpu/parking to never if it always behaves like this",
             )
             spot.left_alone_ns = now_ns + AGAIN_NS
             self._order(container, Whereabouts.COMING, now_ns)
@@ -281,8 +282,8 @@ class Parker:
                 "container-waits",
                 container=container.identifier,
                 message="its calls wait for GPU memory that other containers do not release",
-                hint="tidegate ps shows them; a container of class latency that works, or one with"
-                " tidegate.gpu/parking set to never, does not leave",
+                hint="tidegate ps shows them; a container that is of class latency and working, or"
+                " that has tidegate.gpu/parking set to never, is not parked",
             )
 
     def _log(self, event: str, container: Container, report: ParkingReport, took_ns: int) -> None:

@@ -173,7 +173,7 @@ class _Search:
             return None
         if not processes:
             shutil.rmtree(directory, ignore_errors=True)
-            log.info("container-ended", key=key, why="no process has its directory")
+            log.info("container-ended", key=key, why="no process has its directory mounted")
             return None
         uses, claims = self._claims(directory)
         firsts = first_of_each(processes) if uses else [first_of(processes)]

@@ -48,11 +48,12 @@ def parse_request(line: bytes) -> dict[str, Any]:
         error = None if _is_request(document) else _find_error(document)
     except (ValueError, RecursionError) as e:
         raise RequestError(
-            "a request is not JSON", hint="install the same version of the hook and the governor"
+            "the request is not valid JSON",
+            hint="install the same version of the hook and the governor",
         ) from e
     if error is not None:
         raise RequestError(
-            f"a request is not understood: {show(error.message, 160)}",
+            f"the request is not valid: {show(error.message, 160)}",
             hint="install the same version of the hook and the governor",
         )
     return document

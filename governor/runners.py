@@ -134,7 +134,9 @@ class Opener:
             if known:
                 raise NotProbedError(known) from e
             if self._config.scheduling != "hardware" or ending.is_set():
-                raise NotProbedError(f"whether it can be steered was not tested: {e}") from e
+                raise NotProbedError(
+                    f"the test of whether it can be steered was not completed: {e}"
+                ) from e
             log.info("gpu-not-probed", gpu=self._device.index, error=str(e))
         else:
             self._works = True

@@ -301,9 +301,10 @@ class Server:
         if event.kind in ("fault", "server-ended", "daemon-ended"):
             for container in concerned:
                 # A container must not learn the identity of the others.
-                whose = "this" if by == container.identifier else "another" if by else "some"
+                whose = "this" if by == container.identifier else "another" if by else "an unknown"
                 said = f"a process of {whose} container"
-                what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
+                ended = "the MPS server has ended"
+                what = f"{said} had a fatal fault" if event.kind == "fault" else ended
                 container.tell_mps(
                     MpsEvent(event.kind, f"{what}; restart the programs that used the GPU")
                 )

@@ -117,7 +117,7 @@ class SettingsInForce:
             log.exception("configuration-unread", error=repr(e))
             raise ConfigError(
                 f"the configuration cannot be read: {type(e).__name__}",
-                hint="report it with the file",
+                hint="report this as a bug, and attach the file",
             ) from e
 
 

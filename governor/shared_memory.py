@@ -126,8 +126,10 @@ def open_grant(path: Path) -> mmap.mmap:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise PageError("it is not a regular file")
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PageError(f"user {status.st_uid} may write to it")
+        if status.st_uid != os.geteuid():
+            raise PageError(f"it belongs to user {status.st_uid}")
+        if status.st_mode & 0o022:
+            raise PageError("users other than its owner may write to it")
         if status.st_size != layout.GRANT_FILE_SIZE:
             raise PageError(f"it has {status.st_size} bytes, not {layout.GRANT_FILE_SIZE}")
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)

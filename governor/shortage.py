@@ -101,7 +101,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
         )
     if len(short) > 1:
         others = "1 other is short" if len(short) == 2 else f"{len(short) - 1} others are short"
-        message += f", {others} by as much or more"
+        message += f", and {others} by as much or more"
     message += _in_pieces(rooms, quota, count)
     return RefusedError(message, hint=_hint(rooms, quota, count, least, fewer=fitting))
 

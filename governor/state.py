@@ -335,7 +335,7 @@ class State:
             self._log_failure(e)
             raise StateError(
                 f"{self._path} cannot be written: {e}",
-                hint="make room, or make it writable; running containers keep running",
+                hint="free disk space, or make the file writable; running containers keep running",
             ) from e
 
     # ---- events: kept in memory if they cannot be written ----

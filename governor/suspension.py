@@ -192,7 +192,8 @@ class Suspender:
             )
         if container.findings.frozen:
             raise RefusedError(
-                "the container is frozen for a violation", hint="try again when it is thawed"
+                "the container is frozen because of a violation",
+                hint="try again when it is thawed",
             )
 
     async def _end_holds(self, container: Container) -> None:
@@ -289,7 +290,10 @@ class Suspender:
                 env=driver_environment(libcuda),
             )
         except OSError as e:
-            raise WorkError(f"no process can be started: {e.strerror}", undone=True) from e
+            raise WorkError(
+                f"the process that makes the driver's calls cannot be started: {e.strerror}",
+                undone=True,
+            ) from e
         try:
             output, _ = await asyncio.wait_for(child.communicate(), within_s)
         except TimeoutError as e:

@@ -126,7 +126,7 @@ class PageEndpoint(httpd.Endpoint):
         hosts = headers.get_all("Host") or []
         if len(hosts) != 1 or not _OWN_NAME.fullmatch(hosts[0].strip()):
             return self.status(
-                "421 Misdirected Request", why="ask for localhost, 127.0.0.1 or [::1]"
+                "421 Misdirected Request", why="use localhost, 127.0.0.1 or [::1] as the host"
             )
         path, _, query = target.partition("?")
         if path == "/":

@@ -149,9 +149,15 @@ class Announcer:
                 log.warning("event-not-written", message=e.message, hint=e.hint)
 
     def stop(self) -> None:
-        """Stop the thread once the queued events are written."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
+        """Stop the thread once the queued events are written; a full queue loses its oldest one."""
+        while True:
+            try:
+                self._queue.put_nowait(None)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+            else:
+                return
 
 
 def pods_of(document: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

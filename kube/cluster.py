@@ -273,7 +273,8 @@ def _explain(subject: str, e: Exception) -> ClusterError:
         if "ValidatingAdmissionPolicy" in said:
             hints[status] = "check the policy, and the owner of this driver's token (own-node.yaml)"
         return ClusterError(
-            f"{subject}: the API server says {status}: {' '.join(said.split())[:300]}",
+            f"{subject}: the API server answered with status {status}:"
+            f" {' '.join(said.split())[:300]}",
             hint=hints.get(status, "the driver retries; see the API server's log"),
             http=status,
         )

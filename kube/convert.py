@@ -159,7 +159,7 @@ def _convert_document(
         left |= pod.left
     for path, key in _leftovers(document, left):
         reason = (
-            f"it stays as it was in {path}, which is not a container's limit in a known kind"
+            f"it was left unchanged in {path}, which is not a container's limit in a known kind"
             " of workload"
         )
         if str(document.get("kind")) in {"ResourceQuota", "LimitRange"}:

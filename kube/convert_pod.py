@@ -223,9 +223,11 @@ class ConvertedPod:
                     number = _whole_number(asked[key])
                     wrong = "" if number is not None else "is not a whole number"
                     if number and key == "nvidia.com/gpumem" and number > MAX_MIB:
-                        wrong = f"is {number} MiB, which no GPU has: it is counted in MiB"
+                        wrong = (
+                            f"is {number} MiB, which no GPU has: this resource is counted in MiB"
+                        )
                     if number is None or wrong:
-                        self.note(key, f"{asked[key]!r} {wrong}; the container stays as it was")
+                        self.note(key, f"{asked[key]!r} {wrong}; the container was left unchanged")
                         self.left |= {id(part) for _, part in parts}
                         return {}
                     found[key] = number
@@ -255,7 +257,9 @@ class ConvertedPod:
         """Read nvidia.com/gpu alone, or with what HAMi adds to it."""
         count = max(asked.get(GPU, 1), 1)
         if "nvidia.com/priority" in asked:
-            self.note("nvidia.com/priority", "no counterpart: guarantees determine the order")
+            self.note(
+                "nvidia.com/priority", "it has no counterpart: guarantees determine the order"
+            )
         if not any(asked.get(key) for key in HAMI_RESOURCES[:3]):
             return Ask(None, 100, count, device_class="gpu-whole")
         ask = Ask(count=count)
@@ -273,7 +277,8 @@ class ConvertedPod:
         elif percent:
             self.note(
                 "nvidia.com/gpumem-percentage",
-                f"the claim asks for all the memory: add --gpu-memory for {percent} %",
+                f"the claim asks for all of the memory: pass --gpu-memory to have {percent} %"
+                " converted",
             )
         else:
             self.note(
@@ -308,7 +313,9 @@ class ConvertedPod:
                 )
             return Ask(None, 100, count, device_class="gpu-whole")
         if not blocks:
-            self.note(f"no {BLOCKS}", "a claim without memory gets all of the GPU's")
+            self.note(
+                f"no {BLOCKS}", "a claim that requests no memory gets all of the GPU's memory"
+            )
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
 
     def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:

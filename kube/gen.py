@@ -33,7 +33,7 @@ def generate(directory: Path) -> dict[str, bytes]:
         ["protoc", f"-I{root}", f"--python_out={output}", f"--grpc_python_out={output}", *names]
     )
     if status:
-        raise SystemExit(f"kube.gen: protoc ended with status {status}; see the lines above")
+        raise SystemExit(f"kube.gen: protoc exited with status {status}; see the lines above")
     files = {path.name: path.read_bytes() for path in (output / "kube" / "api").iterdir()}
     return {"__init__.py": HEAD.encode(), **files}
 
@@ -48,9 +48,9 @@ def main() -> int:
             name for name in {*wanted, *present} if wanted.get(name) != present.get(name)
         )
         if stale:
-            print(f"kube/api is not current: {', '.join(stale)}; run: python -m kube.gen")
+            print(f"kube/api is out of date: {', '.join(stale)}; run: python -m kube.gen")
             return 1
-        print(f"{len(wanted)} files are current")
+        print(f"{len(wanted)} files are up to date")
         return 0
     API.mkdir(exist_ok=True)
     for name in present.keys() - wanted.keys():

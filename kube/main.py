@@ -296,9 +296,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     if not args.node_name:
-        raise ConfigError("no node is named", hint="add --node-name, or set NODE_NAME")
+        raise ConfigError("no node name is given", hint="add --node-name, or set NODE_NAME")
     if not 0.1 <= args.look_every <= 60:
-        raise ConfigError(f"--look-every is {args.look_every:g}", hint="0.1 to 60 are accepted")
+        raise ConfigError(
+            f"--look-every is {args.look_every:g}", hint="it must be between 0.1 and 60"
+        )
     for option, least, most in (("default_memory", 1 << 20, 1 << 50), ("default_compute", 1, 100)):
         text = getattr(args, option)
         if text is None:
@@ -307,9 +309,9 @@ def _check(args: argparse.Namespace) -> None:
         try:
             number = whole(text)
         except ValueError as e:
-            raise ConfigError(f"{name}: {e}", hint="write it like 8Gi, or 25") from e
+            raise ConfigError(f"{name}: {e}", hint="use a value such as 8Gi or 25") from e
         if not least <= number <= most:
-            raise ConfigError(f"{name} is {text}", hint=f"{least} to {most} are accepted")
+            raise ConfigError(f"{name} is {text}", hint=f"it must be between {least} and {most}")
         setattr(args, option, number)
 
 

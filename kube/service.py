@@ -304,7 +304,7 @@ class GrpcServer:
     def __init__(self, path: Path, add: Callable[[Any], None], workers: int) -> None:
         if len(os.fsencode(path)) > SOCKET_LIMIT:
             raise SocketError(
-                f"{path} is longer than {SOCKET_LIMIT} bytes", hint="name another --kubelet-dir"
+                f"{path} is longer than {SOCKET_LIMIT} bytes", hint="use a shorter --kubelet-dir"
             )
         self._path = path
         self._add = add
@@ -327,7 +327,7 @@ class GrpcServer:
             self._inode = self._path.stat().st_ino
         except (OSError, RuntimeError) as e:
             raise SocketError(
-                f"{self._path}: cannot listen there: {e}", hint="run as root; see --kubelet-dir"
+                f"cannot listen on {self._path}: {e}", hint="run as root; see --kubelet-dir"
             ) from e
         finally:
             os.umask(before)

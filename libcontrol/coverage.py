@@ -1,6 +1,6 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
-The program compares three things: what a libcuda exports or a header of NVIDIA's declares, what is
+The program compares three things: what a libcuda exports or an NVIDIA header declares, what is
 known about these functions (functions.toml), and which of them the control library replaces, or
 hooks (libcontrol.api). A function that takes memory, gives it back, starts work or concerns
 captures is ungoverned if it is not hooked. A function that functions.toml does not name is unknown,
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON document")
     output.add_argument(
-        "--table", action="store_true", help="print name, effect and method of each"
+        "--table", action="store_true", help="print the name, effect and method of each function"
     )
     args = parser.parse_args(argv)
     try:
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         verb = "declares" if args.header else "exports"
         print(
             f"coverage: {args.header or args.driver} {verb} no function of the CUDA driver API: "
-            "name cuda.h or a header beside it, or a libcuda.so.<version>",
+            "specify cuda.h, another of NVIDIA's headers, or a libcuda.so.<version>",
             file=sys.stderr,
         )
         return os.EX_DATAERR

@@ -65,7 +65,7 @@ static bool custom_mps_allowed(void)
     if (allowed)
         return true;
     if (granted) {
-        control_log("this container's strategy is mps, and the driver found no MPS server "
+        control_log("this container's strategy is mps, but the driver found no MPS server "
                     "at " CUSTOM_MPS_DIRECTORY ": see tidegate ps --json on the node");
         /* Outside the server's context, the process would get more GPU time than is granted. */
         if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)

@@ -4,8 +4,8 @@
 
 #include "cuda_abi.h"
 
-/* The driver's own functions, resolved once. Where the driver lacks one, a stub that
- * returns CUDA_ERROR_NOT_SUPPORTED. */
+/* The driver's own functions, resolved once. Where the driver lacks one, the
+ * pointer is to a stub that returns CUDA_ERROR_NOT_SUPPORTED. */
 struct real_cuda {
     CUresult (*cuInit)(unsigned int Flags);
     CUresult (*cuGetProcAddress)(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags);

@@ -120,7 +120,7 @@ static cold void capture_log(void)
 
     if (!atomic_exchange_acq_rel(&logged, 1))
         control_log("cuStreamBeginCaptureToCig was refused: 64 streams of this process are "
-                    "capturing already, and the library cannot track more");
+                    "already capturing, and the library cannot track more");
 }
 
 /*

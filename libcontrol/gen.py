@@ -2,8 +2,9 @@
 
 The tables are `libcontrol.api`, `libcontrol.layout` and functions.toml.
 
-`python -m libcontrol.gen` writes the files. With `--check` it exits 1 and names those that are
-stale. The generated files are kept in the repository, so that a review shows the effect of a row.
+`python -m libcontrol.gen` writes the files. With `--check`, it exits with status 1 and names the
+files that are stale. The generated files are kept in the repository, so that a review shows the
+effect of a row.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ def entries_header() -> str:
     """Return entries.gen.h: the driver's own functions, and prototypes of their replacements."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "cuda_abi.h"\n']
     out.append(
-        "/* The driver's own functions, resolved once. Where the driver lacks one, a stub that"
-        "\n * returns CUDA_ERROR_NOT_SUPPORTED. */"
+        "/* The driver's own functions, resolved once. Where the driver lacks one, the"
+        "\n * pointer is to a stub that returns CUDA_ERROR_NOT_SUPPORTED. */"
     )
     out.append("struct real_cuda {")
     out += [f"    CUresult (*{fn.name})({fn.params});" for fn in api.CUDA]
@@ -306,7 +307,9 @@ def generate() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Write the generated files, or check them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m libcontrol.gen", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if a file is stale"
+    )
     args = parser.parse_args(argv)
     stale = []
     for name, text in generate().items():

@@ -79,7 +79,7 @@ struct grant_device {
     uint32_t contended; /* governor, relaxed: another container is waiting for this GPU */
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was sampled */
-    uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
+    uint32_t utilisation; /* governor, relaxed: GPU time of the last second, in percent of compute_limit */
     uint32_t n_processes; /* governor, relaxed: processes on the GPU when unattributed was sampled */
     uint64_t unattributed; /* governor, relaxed: memory in use that neither NVML nor a ledger attributes to a process; only differences matter */
     uint64_t unattributed_ns; /* governor, release: when unattributed was sampled */
@@ -157,7 +157,7 @@ struct ledger_header {
     uint64_t magic; /* governor, release: LEDGER_MAGIC */
     uint32_t version; /* governor, relaxed: LAYOUT_VERSION */
     uint32_t size; /* governor, relaxed: bytes of the whole ledger */
-    uint32_t n_slots; /* governor, release: slots that were ever in use */
+    uint32_t n_slots; /* governor, release: slots that have ever been in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
     uint64_t trust_ns[16]; /* container, relaxed: time until which a pool may outgrow its charge */
@@ -205,7 +205,7 @@ struct ledger_device {
     uint64_t returned; /* container, seq_cst: total given back, excluding unseen */
     uint64_t moving; /* container, seq_cst: part of (memory - unseen) in calls under way */
     uint64_t pooled; /* container, seq_cst: part of (memory - unseen) held by pools */
-    uint64_t taking; /* container, seq_cst: part of unseen that only one of memory and unseen has so far */
+    uint64_t taking; /* container, seq_cst: part of unseen that is counted so far in only one of memory and unseen */
     uint64_t shrunk; /* container, seq_cst: total shrinkage of pools, as observed */
     uint64_t asked_ns; /* container, release: all pools were queried after this time */
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */
@@ -249,7 +249,7 @@ _Static_assert(offsetof(struct ledger_device, gave) == 240, "ledger_device.gave"
 _Static_assert(offsetof(struct ledger_device, alive_ns) == 248, "ledger_device.alive_ns");
 _Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 
-/* One process; its devices follow at LEDGER_SLOT_DEVICES. It parks memory only of a single GPU. */
+/* One process; its devices follow at LEDGER_SLOT_DEVICES. It parks the memory of only one GPU. */
 struct ledger_slot {
     uint32_t state; /* governor, release: 0 free, 1 in use */
     uint32_t pid; /* container, relaxed: PID in its own PID namespace */

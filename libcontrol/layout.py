@@ -94,7 +94,7 @@ GRANT_DEVICE = Struct(
         Field("contended", "u32", doc="another container is waiting for this GPU"),
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was sampled"),
-        Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
+        Field("utilisation", "u32", doc="GPU time of the last second, in percent of compute_limit"),
         Field("n_processes", "u32", doc="processes on the GPU when unattributed was sampled"),
         Field(
             "unattributed",
@@ -126,7 +126,7 @@ LEDGER_HEADER = Struct(
         Field("magic", "u64", order="release", doc="LEDGER_MAGIC"),
         Field("version", "u32", doc="LAYOUT_VERSION"),
         Field("size", "u32", doc="bytes of the whole ledger"),
-        Field("n_slots", "u32", order="release", doc="slots that were ever in use"),
+        Field("n_slots", "u32", order="release", doc="slots that have ever been in use"),
         Field("reserved", "u32"),
         Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
         Field(
@@ -197,7 +197,7 @@ LEDGER_DEVICE = Struct(
             1,
             "container",
             "seq_cst",
-            "part of unseen that only one of memory and unseen has so far",
+            "part of unseen that is counted so far in only one of memory and unseen",
         ),
         Field("shrunk", "u64", 1, "container", "seq_cst", "total shrinkage of pools, as observed"),
         Field(
@@ -243,7 +243,7 @@ LEDGER_SLOT = Struct(
         Field("arena", "u64", doc="bytes of host memory that are ready for its parked memory"),
         Field("reserved", "u64", 4, "container"),
     ),
-    "One process; its devices follow at LEDGER_SLOT_DEVICES. It parks memory only of a single GPU.",
+    "One process; its devices follow at LEDGER_SLOT_DEVICES. It parks the memory of only one GPU.",
 )
 
 USAGE_HEADER = Struct(

@@ -242,7 +242,7 @@ bool pages_start(void)
             } else if (answer == PAGES_REFUSED)
                 control_log("the governor does not accept this process: it is not in the "
                             "container's control group (as with nsenter), 64 of this container's "
-                            "processes use the GPU already, or it cannot be watched; see the "
+                            "processes already use the GPU, or it cannot be watched; see the "
                             "governor's log");
             if (answer == PAGES_JOINED || (answer == PAGES_NO_GOVERNOR && pages_keep_own_ledger()))
                 atomic_store_release(&pages_started, 1);

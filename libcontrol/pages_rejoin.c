@@ -229,8 +229,8 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
     pages_give_up(r, now);
     r->refused = true;
     atomic_store_relaxed(&pages_now.alone, true);
-    control_log("the current governor has no ledger for this process, which enforces its quota "
-                "on its own");
+    control_log("the current governor has no ledger for this process; the process enforces its "
+                "quota on its own");
 }
 
 static bool pages_governor_lives(uint64_t now)

@@ -289,8 +289,8 @@ static bool move_in(void)
 
     parking_turn(PARKING_PARKED, PARKING_IN);
     if (!parking_settle()) {
-        move_log(&logged_calls, "parked memory is not moved back: a call that frees memory does "
-                                "not return");
+        move_log(&logged_calls, "parked memory is not moved back: a call that frees memory has "
+                                "not returned");
         parking_turn(PARKING_IN, PARKING_PARKED);
         return false;
     }
@@ -299,7 +299,7 @@ static bool move_in(void)
     moved = move_all(false);
     if (moved == PARKING_MOVED_BACK)
         move_log(&logged, "parked memory cannot be moved back to the GPU: the driver has no room "
-                          "for it; it is tried again");
+                          "for it; the move will be retried");
     /* The program's calls then return the driver's error. */
     if (moved == PARKING_MOVE_FAILED) {
         given_up = true;
@@ -366,7 +366,7 @@ cold bool parking_move_start(void)
     if (helper_thread(move_run, NULL))
         return true;
     atomic_store_release(&started, 0);
-    control_log("cannot start a thread for moving memory: cuInit fails");
+    control_log("cannot start the thread that moves memory; cuInit fails");
     return false;
 }
 

@@ -103,7 +103,9 @@ def run_apart(work: "Callable[[], int]", seconds: float, subject: str = "the hoo
         if status is None:
             raise overdue(seconds, subject)
         if status < 0 or status == LOST:
-            raise _lost(f"the worker process for {subject} did not complete (status {status})")
+            raise _lost(
+                f"the worker process for {subject} did not complete its work (status {status})"
+            )
         _pass_on(outputs)
     finally:
         posix.close(writing)
@@ -140,7 +142,8 @@ def _lost(message: str) -> "MountError":
 
     return MountError(
         message,
-        hint="see the kernel's log for the exhausted resource, and start the container again",
+        hint="see the kernel log to find which resource is exhausted, and start the container"
+        " again",
     )
 
 

@@ -39,7 +39,7 @@ else:
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 ASIDE = ".ld.so.cache.tidegate-aside"
-KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its mount calls"
+KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that blocks its mount calls"
 
 
 def explain(e: OSError, doing: str) -> MountError:
@@ -50,7 +50,8 @@ def explain(e: OSError, doing: str) -> MountError:
     if e.errno == errno.EPERM:
         return MountError(
             message,
-            hint="the hook needs CAP_SYS_ADMIN on the host, and openat2 and mount calls unfiltered",
+            hint="the hook needs CAP_SYS_ADMIN on the host, and no seccomp filter on openat2 and"
+            " the mount calls",
         )
     if e.errno == errno.EROFS:
         return MountError(message, hint="use a root file system that the runtime can write to")
@@ -72,7 +73,7 @@ class CreatedContainer:
         except OSError as e:
             raise BundleError(
                 f"process {pid} of the OCI state: {e.strerror}",
-                hint="the runtime has to keep the container's process while its hooks run",
+                hint="the runtime has to keep the container's process alive while its hooks run",
             ) from e
         self.require_alive()
         if os.path.sameopenfile(self.mntns, self.own_mntns):
@@ -380,7 +381,7 @@ class Applier:
             fd = kernel.open_child(dirfd, name)
         if not kernel.is_regular(fd):
             raise ImageError(
-                f"/{path} in the image is not a regular file, but a file of the driver is"
+                f"/{path} in the image is not a regular file, but a driver file has to be"
                 " mounted there",
                 hint="remove it from the image",
             )
@@ -472,12 +473,12 @@ class Applier:
             if isinstance(e, ImageError):
                 raise
             if isinstance(operation, WriteCache):
-                if not (operation.strays or operation.compat32):
+                if not (operation.strays or operation.by_cache):
                     return  # the loader searches the directory even without the cache
                 leads = (
                     f"leads to {operation.strays[0]}"
                     if operation.strays
-                    else "does not lead to the driver's 32-bit libraries"
+                    else f"does not lead to {operation.by_cache}"
                 )
                 raise ImageError(
                     f"/etc/ld.so.cache in the image {leads} and cannot be replaced ({reason})",
@@ -491,7 +492,7 @@ class Applier:
                 return
             if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):
                 raise ImageError(
-                    f"/{operation.target} in the image cannot be reached or made ({reason})",
+                    f"/{operation.target} in the image cannot be reached or created ({reason})",
                     hint="make it a plain path without dangling or circular links",
                 ) from e
             raise explain(e, operation.describe()) from e

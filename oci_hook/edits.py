@@ -210,7 +210,8 @@ def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
-            f"the container lacks the node of a GPU that it was granted: {', '.join(missing)}",
+            f"the container lacks the device node of a GPU that it was granted:"
+            f" {', '.join(missing)}",
             hint="start it with tidegate-runtime, with a device of tidegate.gpu/shared, or with"
             f" --device {missing[0]}",
         )

@@ -390,7 +390,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     if os.geteuid() != 0:
-        print("tidegate-forkserver: it must be run as root, because hooks are", file=sys.stderr)
+        print(
+            "tidegate-forkserver: must be run as root, because hooks run as root", file=sys.stderr
+        )
         return 77
     oci_hook.kernel.set_undumpable()
     oci_hook.quick.open_standard()

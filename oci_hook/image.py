@@ -94,14 +94,14 @@ def open_root(root: str) -> int:
     except OSError as e:
         raise BundleError(
             f"root.path {show(root)}: {e.strerror}",
-            hint="it names the container's root file system",
+            hint="root.path has to name the container's root file system",
         ) from e
     here, host = os.fstat(rootfd), os.stat("/")
     if (here.st_dev, here.st_ino) == (host.st_dev, host.st_ino):
         os.close(rootfd)
         raise BundleError(
             f"root.path {show(root)} is the host's own root",
-            hint="it names the container's root file system",
+            hint="root.path has to name the container's root file system",
         )
     return rootfd
 
@@ -203,7 +203,7 @@ def _require_empty(rootfd: int, path: str) -> None:
         os.close(entry)
         raise ImageError(
             f"/{path} in the image is not a directory, but the driver's libraries"
-            " are mounted there",
+            " have to be mounted there",
             hint="remove it from the image",
         )
     try:
@@ -216,7 +216,7 @@ def _require_empty(rootfd: int, path: str) -> None:
             ", ..." if len(names) > ENTRIES_SHOWN else ""
         )
         raise ImageError(
-            f"/{path} in the image is not empty ({found}), but the driver is mounted there",
+            f"/{path} in the image is not empty ({found}), but the driver has to be mounted there",
             hint="move these files to the directory above it in the image",
         )
 
@@ -285,7 +285,8 @@ def _find_32(rootfd: int, procfd: int, cache: bytes | None) -> tuple[str | None,
     target = f"{directory}/{BY_CACHE}"
     look = look_at(rootfd, target)
     if look.state == "full":
-        return None, f"/{target} in the image is not empty, but 32-bit libraries are mounted there"
+        reason = "is not empty, but 32-bit libraries have to be mounted there"
+        return None, f"/{target} in the image {reason}"
     return (target, "") if look.state != "unusable" else (None, f"{look.reason} in the image")
 
 
@@ -321,8 +322,8 @@ def inspect_image(
     """
     if machine not in LOADERS:
         raise ImageError(
-            f"containers of machine {show(machine)} are not supported, only x86_64 and aarch64",
-            hint="run it on one of these",
+            f"containers for {show(machine)} are not supported, only those for x86_64 and aarch64",
+            hint="run the container on one of these",
         )
     loaders = LOADERS[machine]
     library_dir = _find_libc(rootfd, loaders)
@@ -447,7 +448,8 @@ def _compat_directories(rootfd: int) -> list[str]:
         raise ImageError(
             f"/usr/local in the image has more than {LISTING_LIMIT} entries, or more than"
             f" {SEARCH_LIMIT} whose names start with cuda",
-            hint="remove some of them: drivers of CUDA packages are looked for there",
+            hint="remove some of them: the hook searches that directory for drivers of CUDA"
+            " packages",
         )
     return [f"usr/local/{name}/{directory}" for name in sorted(names) for directory in COMPAT]
 
@@ -498,8 +500,8 @@ def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
         if driver:
             raise ImageError(
                 f"{show('/' + path)} has a driver of its own ({driver}), which would be found"
-                f" before the node's: on {image.machine}, glibc 2.37 and later has no subdirectory"
-                " that comes first",
+                f" before the node's: on {image.machine}, glibc 2.37 and later have no subdirectory"
+                " that is searched first",
                 hint="remove it from the image, and leave the directory out of LD_LIBRARY_PATH",
             )
     return image

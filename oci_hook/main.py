@@ -160,5 +160,5 @@ def _internal(e: Exception) -> InternalError:
     )
     return InternalError(
         f"{type(e).__name__} at {where}: {show(e)}",
-        hint="report this at the project's issue tracker",
+        hint="report this in the project's issue tracker",
     )

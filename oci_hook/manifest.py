@@ -130,7 +130,8 @@ def _object(
     if type(value) is not dict:
         raise TypeError(f"{type(value).__name__}, not an object")
     if not required <= value.keys() <= required | optional:
-        raise ValueError(f"members {show(sorted(value.keys() ^ required))}")
+        wrong = (value.keys() ^ required) - optional
+        raise ValueError(f"missing or unexpected members: {show(sorted(wrong))}")
     return value
 
 
@@ -195,7 +196,7 @@ def _names(value: Any, least: int = 0) -> frozenset[str]:
     result = frozenset(_list(value, least))
     joined = "".join(result)
     if result & {"", ".", ".."} or "/" in joined or not is_path(joined):
-        raise ValueError(f"names {show(sorted(result))}")
+        raise ValueError(f"not all of these are valid file names: {show(sorted(result))}")
     return result
 
 
@@ -353,7 +354,9 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
             os.close(fd)
             raise MirrorMismatchError(f"{directory}: {e.strerror}", hint=REFRESH) from e
         os.close(fd)
-    raise MirrorMismatchError(f"{link} leads to {show(directory)}, which is gone", hint=REFRESH)
+    raise MirrorMismatchError(
+        f"{link} points to {show(directory)}, which no longer exists", hint=REFRESH
+    )
 
 
 def read_manifest(driver_dir: str) -> MirrorManifest:

@@ -57,7 +57,7 @@ class WriteCache(NamedTuple):
     content: bytes
     strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # programs find some of the libraries only through the cache
+    by_cache: str = ""  # libraries that programs find only through the cache, in words
     before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
@@ -65,7 +65,7 @@ class WriteCache(NamedTuple):
     def describe(self) -> str:
         """Return the operation in words, for an operator."""
         return f"write /{self.target} [{self.added} libraries" + (
-            ", required]" if self.strays or self.compat32 else "]"
+            ", required]" if self.strays or self.by_cache else "]"
         )
 
 
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
         return [operation.describe() for operation in self.operations]
 
 
-LIBRARIES_32 = "32-bit libraries"
+LIBRARIES_32 = "the driver's 32-bit libraries"
 FLAGS = {"x86_64": ldcache.FLAGS_X86_64, "aarch64": ldcache.FLAGS_AARCH64}
 
 
@@ -118,7 +118,7 @@ def plan_cache(cache: bytes | None, mappings: tuple[CacheMapping, ...]) -> Write
     if cache is None or not ldcache.is_cache(cache):
         if required:
             raise _no_cache(
-                f"the image has no ld.so.cache, by which {by_cache} are found", by_cache
+                f"the image has no ld.so.cache, and {by_cache} are found only through it", by_cache
             )
         return None
     names = [
@@ -159,7 +159,7 @@ def plan_cache(cache: bytes | None, mappings: tuple[CacheMapping, ...]) -> Write
         content,
         tuple(show(path.decode("utf-8", "replace")) for path in strays),
         len(names),
-        required,
+        by_cache,
         cache,
     )
 

@@ -77,13 +77,13 @@ def parse_arguments(arguments: "list[str]") -> HookOptions:
                     float(value) if name == "--timeout" else value,
                 )
             except ValueError:
-                value = ""
+                options.timeout = 0.0  # is refused below
             if not value or not 0 < options.timeout <= 3600:
-                raise _misuse("option {} is '{}'", name, value)
+                raise _misuse("option {} has the invalid value '{}'", name, value)
             if name not in OF_CLAIMS:
                 options.given += (name, value)
             elif len(value) > NAME_LIMIT or not value.isascii() or not value.isprintable():
-                raise _misuse("option {} is '{}'", name, value)
+                raise _misuse("option {} has the invalid value '{}'", name, value)
         elif argument == "--governed":
             options.governed = True
         elif argument in STAGES and not options.stage:

@@ -107,7 +107,7 @@ def find_unserved(request: Request, root: str, settings: Settings) -> HookError 
     except (NoMirrorError, UnservedImageError) as e:
         return e
     except OSError as e:
-        raise explain(e, f"look into {show(root)}") from e
+        raise explain(e, f"examine {show(root)}") from e
     finally:
         for fd in opened:
             os.close(fd)

@@ -177,7 +177,8 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
         if field not in NodeSettings.__slots__ or not value.strip():
             known = ", ".join(slot.replace("_", "-") for slot in NodeSettings.__slots__)
             raise SettingsError(
-                f"{path}:{number}: '{line[:80]}'; the settings are {known}, each with a value"
+                f"{path}:{number}: invalid line '{line[:80]}'; the settings are {known}, each with"
+                " a value"
             )
         if field != "runtime_for":
             setattr(node, field, value.strip())
@@ -187,8 +188,8 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
             node.runtime_for[directory] = program.strip()
         elif strict:
             raise SettingsError(
-                f"{path}:{number}: '{line[:80]}'; write `runtime-for /state/directory"
-                " /path/to/runtime`"
+                f"{path}:{number}: invalid line '{line[:80]}'; write `runtime-for"
+                " /state/directory /path/to/runtime`"
             )
     if strict and node.environment not in ("", "allow", "ignore"):
         raise SettingsError(
@@ -542,7 +543,7 @@ def _refuse(call: EngineCall, event: RunEvent, e: Exception) -> int:
         if isinstance(e, HookError)
         else InternalError(
             f"{type(e).__name__}: {show(e)}",
-            hint="report this at the project's issue tracker",
+            hint="report this in the project's issue tracker",
         )
     )
     outcome = "abandoned" if is_abandoned() else "failed"

@@ -91,7 +91,7 @@ def prepare_container(start: Start) -> str:
         event.fields |= {"code": e.code, "message": e.message}
         return "without-gpu"
     except OSError as e:
-        raise explain(e, f"look into {show(bundle.root)}") from e
+        raise explain(e, f"examine {show(bundle.root)}") from e
     # Half of the deadline, so that a missing answer is not reported as a missed deadline.
     client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
     try:

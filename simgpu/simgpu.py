@@ -98,7 +98,9 @@ def size(text: str) -> int:
     """Return the number of bytes in `16Gi`, `16GiB` or `4096`. Raise ValueError for other text."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size: write bytes, or use Ki, Mi, Gi or Ti as in 16Gi")
+        raise ValueError(
+            f"{text!r} is not a size: write a number of bytes, or use Ki, Mi, Gi or Ti, as in 16Gi"
+        )
     return int(match[1]) * UNITS[match[2] or ""]
 
 

@@ -210,9 +210,9 @@ RUNTIME_SETTINGS = {
     " exists",
     "runtime-for": "a state directory, a space, and the runtime to execute in place of `runtime` if"
     " the engine passes that directory with --root; any number of lines",
-    "environment": "allow or ignore (the default): whether variables of the container count if an"
-    " annotation is missing",
-    "hook": "the hook's path to write into config.json (/usr/bin/tidegate-hook)",
+    "environment": "whether the container's environment variables count if an annotation is"
+    " missing: allow or ignore (the default)",
+    "hook": "the path of the hook that is written into config.json (/usr/bin/tidegate-hook)",
     "hook-arguments": "the hook's options, separated by spaces",
     "runtime-dir": "directory of the governor's socket (/run/tidegate)",
     "dev-dir": "the host's device nodes (/dev)",

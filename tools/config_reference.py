@@ -29,7 +29,7 @@ HEAD = """\
 The governor reads `/etc/tidegate/config.yaml`, then `/etc/tidegate/config.d/*.yaml` in the order of
 their names. If an option is given in several files, the last value wins: mappings are merged key by
 key, and a list replaces the earlier one. Another file, named by `--config`, has its own drop-ins:
-those of `node.yaml` are `node.d/*.yaml` next to it. Without any file all defaults apply.
+those of `node.yaml` are `node.d/*.yaml` next to it. If there is no file, all defaults apply.
 
 An unknown option, an option that is given twice in one file, and a value that is not accepted are
 errors ([`config`, status 78](errors.md)) that name the file and the option. The governor does not
@@ -65,7 +65,7 @@ metrics:
 
 # Defaults that depend on the machine, in words.
 DEPENDS = {
-    "library_dir": "`/usr/lib/tidegate`; in a checkout, the directory of its own build",
+    "library_dir": "`/usr/lib/tidegate`; in a checkout, the checkout's own build directory",
     "spin_us": "`250`; `0` on fewer than 4 cores",
     "lookahead_us": "`120`; `300` where `spin_us` is 0 by default",
 }

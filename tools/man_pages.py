@@ -188,7 +188,7 @@ HOOK_CODES = RUNTIME_CODES | {"state"}
 
 CONFIG_FILES = (
     ("\\fB/etc/tidegate/config.yaml\\fR", "The configuration, tidegate.yaml(5)."),
-    ("\\fB/etc/tidegate/config.d/*.yaml\\fR", "Drop-ins, in the order of their names."),
+    ("\\fB/etc/tidegate/config.d/*.yaml\\fR", "Drop-ins, read in the order of their names."),
 )
 
 
@@ -290,8 +290,8 @@ def governor_1() -> str:
         if standard error is a terminal.
         """,
         """
-        The governor may end at any time and in any way: running containers continue to keep to
-        their quotas on their own, no new container starts, and the next governor takes over the
+        The governor may terminate at any time and for any reason: running containers keep to
+        their quotas without it, no new container starts, and the next governor takes over the
         running ones.
         """,
     )
@@ -324,7 +324,7 @@ def governor_1() -> str:
     page.items(
         [
             *CONFIG_FILES,
-            ("\\fB/run/tidegate\\fR", "Sockets, and the pages of containers."),
+            ("\\fB/run/tidegate\\fR", "Sockets, and the containers' grant pages."),
             ("\\fB/var/lib/tidegate/state.db\\fR", "The state that the next governor takes over."),
         ]
     )
@@ -388,7 +388,7 @@ def runtime_1() -> str:
     page.say(
         """
         `/etc/tidegate/runtime` has one setting per line, a name and a value. Lines that begin
-        with `#` are comments. Without the file all defaults apply.
+        with `#` are comments. If there is no file, all defaults apply.
         """,
     )
     page.items((f"\\fB{plain(name)}\\fR", _sentence(doc)) for name, doc in RUNTIME_SETTINGS.items())
@@ -412,7 +412,7 @@ def yaml_5() -> str:
         YAML, without aliases. The files of `config.d` are read after `config.yaml`, in the
         order of their names, if they end in `.yaml` and do not begin with a dot. If an option is
         given in several files, the last value wins: mappings are merged key by key, and a list
-        replaces the earlier one. Without any file all defaults apply. A file other
+        replaces the earlier one. If there is no file, all defaults apply. A file other
         than `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml` are
         in `node.d` in the same directory.
         """,

@@ -245,7 +245,7 @@ def _first(
 
 def _lacks_counterpart(path: str, other: str) -> DriverError:
     return DriverError(
-        f"{path} stands alone: no {other} in any directory searched",
+        f"{path} has no counterpart: {other} is in none of the directories searched",
         hint="install the package with the other library of the same version",
     )
 

@@ -37,7 +37,7 @@ class VdriverError(OperatorError):
 
 
 class LibraryError(VdriverError):
-    """A file is not a library that a loader would accept: foreign, truncated or hostile."""
+    """A file is not a library that a loader would accept: it is foreign, truncated or malicious."""
 
     code = "library"
     status = 65  # EX_DATAERR

@@ -67,7 +67,7 @@ def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
         raise CacheError("in neither of the formats glibc-ld.so.cache1.1 and ld.so-1.7.0")
     strings = OLD_HEADER + old * OLD_ENTRY.size
     if strings > len(data):
-        raise CacheError(f"truncated: {old} entries announced")
+        raise CacheError(f"truncated: the header declares {old} entries")
     rows = OLD_ENTRY.iter_unpack(data[OLD_HEADER:strings])
     return _entries(data, ((flags, key, value, 0) for flags, key, value in rows), strings)
 
@@ -85,7 +85,7 @@ def _new_entries(data: bytes, base: int) -> tuple[Iterator[Row], int]:
     start = base + NEW_HEADER.size
     end = start + count * NEW_ENTRY.size
     if end > len(data):
-        raise CacheError(f"truncated: {count} entries announced")
+        raise CacheError(f"truncated: the header declares {count} entries")
     rows = NEW_ENTRY.iter_unpack(data[start:end])
     return ((flags, key, value, hwcap) for flags, key, value, _, hwcap in rows), base
 

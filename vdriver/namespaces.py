@@ -67,7 +67,7 @@ class NamespaceUse:
     def describe(self) -> str:
         """Return the first process in words, for an operator."""
         if not self.pids:
-            return "one without a process, kept by a mount or a descriptor"
+            return "one without a process, kept alive by a mount or a descriptor"
         return f"pid {self.pids[0]} ({self.command})"
 
 
@@ -216,7 +216,7 @@ class _ChildSearch:
                     self._look_at_descriptors_of_all()
                     self.last = ""
                 if self.last:
-                    late = f"descriptors, from {self.last} on: no time left"
+                    late = f"no time left to examine the descriptors from {self.last} on"
                     self.notes = {late: None, **self.notes}
                 self._report_opened()
             else:

@@ -72,9 +72,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Answers requests that arrive at random.")
     parser.add_argument("--model", choices=sorted(MAKE), required=True)
     parser.add_argument(
-        "--requests", type=float, required=True, help="mean time between two, in us"
+        "--requests", type=float, required=True, help="mean time between two requests, in us"
     )
-    parser.add_argument("--units", type=int, help="images or tokens of a request")
+    parser.add_argument("--units", type=int, help="images or tokens per request")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", default="/dev/null", help="file for the records of the requests")

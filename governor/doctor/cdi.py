@@ -109,8 +109,8 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
         yield examine_program(node, path, f"{file.path}:")
     if stages and "poststop" not in stages:
         yield warning(
-            f"{file.path} has no poststop hook, which reports a container's end: files that a "
-            "start creates in the container's layer stay there",
+            f"{file.path} has no poststop hook, which reports a container's end, so files created "
+            "in the container's layer at its start remain there",
             GENERATE,
         )
     # A claim's file has only the claim's GPUs.

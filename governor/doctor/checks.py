@@ -137,7 +137,10 @@ def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examine
             text = " ".join(str(e).split())[:200]
             yield Examined(
                 name,
-                unseen(f"the check failed: {type(e).__name__}: {text}", "report it with this line"),
+                unseen(
+                    f"the check failed: {type(e).__name__}: {text}",
+                    "report a bug, and include this line",
+                ),
             )
 
 

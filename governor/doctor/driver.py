@@ -144,7 +144,7 @@ def nodes(node: ExaminedNode) -> Iterator[Finding]:
             yield warning(
                 f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs of users "
                 "other than root find no GPU",
-                f"chmod 0666 {path}, and NVreg_DeviceFileMode=0666 for the module",
+                f"chmod 0666 {path}, and set NVreg_DeviceFileMode=0666 for the module",
             )
         else:
             right.append(path)
@@ -174,10 +174,10 @@ def links(node: ExaminedNode) -> Iterator[Finding]:
     ]
     if lacking:
         yield warning(
-            f"/dev/char has no links to {', '.join(lacking)}: where runc has systemd make the "
-            "control groups, containers lose their GPU at `systemctl daemon-reload`",
-            f"ln -s ../nvidiactl /dev/char/{MAJOR}:{CONTROL_MINOR} and so on, by a udev rule "
-            "(nvidia-ctk system create-dev-char-symlinks --create-all makes them)",
+            f"/dev/char has no links to {', '.join(lacking)}: where runc lets systemd create "
+            "the control groups, containers lose their GPUs on `systemctl daemon-reload`",
+            f"ln -s ../nvidiactl /dev/char/{MAJOR}:{CONTROL_MINOR} and so on, in a udev rule "
+            "(nvidia-ctk system create-dev-char-symlinks --create-all creates them)",
         )
     else:
         yield ok("/dev/char has links to the device nodes")
@@ -239,7 +239,7 @@ def compute_mode(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]
         if mode == "Prohibited" or (mode.startswith("Exclusive") and strategy != "mps"):
             closed = True
             yield wrong(
-                f"GPU {index} has the compute mode {mode}: it accepts "
+                f"GPU {index} is in compute mode {mode}: it accepts "
                 + ("no process" if mode == "Prohibited" else "only one process"),
                 f"nvidia-smi -i {index} -c DEFAULT",
             )

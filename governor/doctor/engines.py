@@ -94,14 +94,14 @@ def docker_version(node: ExaminedNode) -> Iterator[Finding]:
         yield note("Docker is not installed (dockerd)")
         return
     if info is not None:
-        said = f"dockerd {info['ServerVersion']} runs"
+        said = f"dockerd {info['ServerVersion']} is running"
     else:
         said = node.run(node.find("dockerd") or "dockerd", "--version").strip()
     version = parse_version(said)
     if version is None or version[0] >= ANNOTATIONS_SINCE:
         yield ok(said)
         return
-    found = f"{said}: docker run --annotation came with {ANNOTATIONS_SINCE}.0"
+    found = f"{said}: docker run --annotation was introduced in {ANNOTATIONS_SINCE}.0"
     if wrapper_settings(node).environment == "allow":
         yield note(f"{found}; environment variables replace annotations ({CONFIG})")
     else:
@@ -152,8 +152,8 @@ def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
         if ours:
             quiet = False
             yield warning(
-                f"Docker's container {name} has the label {ours[0]}, which no runtime sees: it runs"
-                " without a GPU and without a quota",
+                f"Docker container {name} has the label {ours[0]}, which no runtime sees: the"
+                " container runs without a GPU and without a quota",
                 "write it under annotations: in the compose file (Compose 2.26 or newer), or use"
                 " docker run --annotation, and recreate the container",
             )
@@ -301,7 +301,7 @@ def _handler(node: ExaminedNode, handler: dict[str, Any], what: str) -> Iterator
         # Without a hook in the base spec, the handler must use the wrapper.
         yield examine_wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
     for hook in hooks:
-        yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")
+        yield examine_program(node, str(hook["path"]), f"{what}, base spec {spec}:")
         if not strings(hook.get("env")):
             yield wrong(
                 f"{spec}: a hook has no env: the image's environment may reach it",

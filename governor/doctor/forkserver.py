@@ -24,7 +24,8 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
     pid = _listener(node, path)
     if pid is None:
         found = (
-            "the fork server is not running: each hook starts an interpreter, about 25 ms per start"
+            "the fork server is not running: each hook starts an interpreter, which takes about "
+            "25 ms"
         )
         if node.stat(UNIT) is None:
             yield note(found)

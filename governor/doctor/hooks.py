@@ -90,7 +90,7 @@ def _read(node: ExaminedNode, path: str) -> HookFile:
     program = hook.get("path")
     fault = None
     if document.get("version") != "1.0.0":
-        fault = f"{path} has version {document.get('version')!r}, but only 1.0.0 is known"
+        fault = f"{path} has version {document.get('version')!r}, but only 1.0.0 is supported"
     elif not isinstance(program, str) or not program.startswith("/"):
         fault = f"{path}: hook.path is {program!r}, but must be an absolute path"
     name = program if isinstance(program, str) else ""
@@ -196,13 +196,13 @@ def podman(node: ExaminedNode) -> Iterator[Finding]:
     elif "precreate" not in stages:
         yield warning(
             "Podman runs the hook, but not at the stage precreate, which gives the container "
-            "device nodes: name them with --device",
+            "its device nodes, so name them with --device",
             SETUP,
         )
     elif "poststop" not in stages:
         yield warning(
-            "Podman runs the hook, but not at the stage poststop, which reports a container's end: "
-            "files that a start creates in the container's layer stay there",
+            "Podman runs the hook, but not at the stage poststop, which reports a container's end, "
+            "so files created in the container's layer at its start remain there",
             SETUP,
         )
     else:

@@ -64,7 +64,7 @@ def content(node: ExaminedNode) -> Iterator[Finding]:
         yield wrong(e.message, e.hint)
         return
     yield ok(
-        f"{len(report.manifest.files)} names and sizes are as in the manifest "
+        f"{len(report.manifest.files)} names and sizes match the manifest "
         "(tidegate verify reads the content)"
     )
 

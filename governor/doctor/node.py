@@ -67,7 +67,7 @@ def run_command(command: Sequence[str]) -> str:
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:200]
         raise UnseenError(
-            f"{name} ended with status {done.returncode}" + (f": {said}" * bool(said))
+            f"{name} exited with status {done.returncode}" + (f": {said}" * bool(said))
         )
     return done.stdout.decode(errors="replace")
 

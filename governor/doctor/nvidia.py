@@ -74,7 +74,7 @@ def hook(node: ExaminedNode) -> Iterator[Finding]:
     for path in found:
         yield warning(f"{path} is NVIDIA's hook: {UNGOVERNED}", f"rm {path}")
     if not found:
-        yield ok("NVIDIA's hook is in no directory of hooks")
+        yield ok("no hook directory contains NVIDIA's hook")
 
 
 def cdi(node: ExaminedNode) -> Iterator[Finding]:

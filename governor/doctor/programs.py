@@ -109,7 +109,7 @@ def examine_program(node: ExaminedNode, path: str, what: str, install: str = PAC
         )
     if reason := not_trusted(node, path):
         return wrong(
-            f"{what} {path} runs as root, and {reason}",
+            f"{what} {path} runs as root, but {reason}",
             "run chown root: and chmod go-w on that path",
         )
     return ok(f"{what} {path}")
@@ -165,7 +165,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
         return
     # A program that other users could have changed must not be run.
     if reason := not_trusted(node, interpreter):
-        yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
+        yield wrong(f"{interpreter} runs as root, but {reason}", "reinstall python3")
         return
     if installed and (reason := not_trusted(node, hook)):
         raise UnseenError(f"{hook} is not run: {reason}")
@@ -234,7 +234,7 @@ def owners(node: ExaminedNode) -> Iterator[Finding]:
         if node.stat(path) is not None and (reason := not_trusted(node, path)):
             bad = True
             yield wrong(
-                f"root relies on {path}, and {reason}",
+                f"root relies on {path}, but {reason}",
                 "run chown root: and chmod go-w on that path",
             )
     if not bad:

@@ -76,7 +76,7 @@ def answers(node: ExaminedNode) -> Iterator[Finding]:
         yield ok(f"version {found}, process {answer.get('pid')}")
     else:
         yield warning(
-            f"the governor has version {found}, this command has {ours}",
+            f"the governor has version {found}, but this command has version {ours}",
             "install the same version of both, then systemctl restart tidegate-governor",
         )
 
@@ -93,7 +93,7 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
         return
     if answer["error"] is not None:
         refused = answer["refused"]
-        when = f", since {_clock(refused['at'])}" if refused else ""
+        when = f" (a newer one was refused at {_clock(refused['at'])})" if refused else ""
         yield warning(
             f"{answer['error']['message']}: the governor continues with the configuration of"
             f" {_clock(answer['since'])}{when}, and a restart would fail",
@@ -107,7 +107,8 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
         options = [one["option"] for one in answer["changes"] if one["effect"] in effects]
         if options:
             yield warning(
-                f"the governor does not use its files' values of {', '.join(options)}", remedy
+                f"the governor does not use the values of {', '.join(options)} in its files",
+                remedy,
             )
     if not answer["changes"]:
         files = ", ".join(answer["files"])
@@ -187,8 +188,8 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
     ]
     if at_once:
         yield note(
-            f"class latency of {len(at_once)} container(s) ({str(at_once[0]['id'])[:64]}) has no"
-            " effect, because grants divide the GPU's time",
+            f"class latency has no effect for {len(at_once)} container(s)"
+            f" ({str(at_once[0]['id'])[:64]}), because grants divide the GPU's time",
             "set scheduling: auto, then systemctl restart tidegate-governor"
             if node.config.scheduling == "gate"
             else None,

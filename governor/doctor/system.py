@@ -46,7 +46,7 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
             return
         if set(refused.values()) != {errno.ENOSYS}:
             yield wrong(
-                f"Linux {release}: {_listed(list(refused))} refused: "
+                f"Linux {release} refuses {_listed(list(refused))}: "
                 f"{os.strerror(next(iter(refused.values())))}",
                 "remove the seccomp filter from the service that starts containers here",
             )
@@ -219,6 +219,6 @@ def _labels(node: ExaminedNode) -> Iterator[Finding]:
         else:
             yield warning(
                 f"SELinux is enforcing, and {path} has {label}: containers may be unable to read "
-                "it (Tidegate was not tested with this label)",
+                "it (Tidegate has not been tested with this label)",
                 RELABEL.format(path=path.removesuffix("/containers").removesuffix("/current")),
             )

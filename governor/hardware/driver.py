@@ -115,8 +115,8 @@ class DriverClient:
     ) -> None:
         if branch < calls.FIRST_BRANCH:
             raise DriverCallError(
-                f"the kernel module is of branch {branch}, but its calls are known "
-                f"only from {calls.FIRST_BRANCH} on",
+                f"the kernel module is from branch {branch}, but Tidegate knows its calls "
+                f"only from branch {calls.FIRST_BRANCH} onwards",
                 0x56,
             )
         self._ioctl = ioctl

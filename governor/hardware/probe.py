@@ -137,7 +137,7 @@ class Worker:
             self._process.stdin.write(b"%g\n" % ms)
             self._process.stdin.flush()
         except OSError as e:
-            raise NotProbedError("the process that works on it has ended") from e
+            raise NotProbedError("the test's worker process has ended") from e
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the process's next answer, or None if there is none within `timeout_s` seconds."""
@@ -156,19 +156,23 @@ class Worker:
                 return None
             data = os.read(fd, 1 << 12)
             if not data:
-                raise NotProbedError("the process that works on it has ended")
+                raise NotProbedError("the test's worker process has ended")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise NotProbedError(f"a process cannot work on it: {answer['error']}")
+            raise NotProbedError(
+                f"a worker process of the test cannot use the GPU: {answer['error']}"
+            )
         return answer
 
     def wait(self) -> Work:
         """Wait until the process's work has ended, and return that work."""
         answer = self.answer(ANSWER_S)
         if answer is None:
-            raise WithoutEffectError(f"milliseconds of work did not end within {ANSWER_S:g} s")
+            raise WithoutEffectError(
+                f"work of a few milliseconds did not end within {ANSWER_S:g} s"
+            )
         return Work(int(answer["ns"]), int(answer["end"]))
 
 
@@ -204,7 +208,7 @@ def probe(
         except (WithoutEffectError, DriverCallError) as e:
             # A service manager may end all processes at once.
             if ending() or not (first.is_alive and second.is_alive):
-                raise NotProbedError("a process that works on it has ended") from e
+                raise NotProbedError("a worker process of the test has ended") from e
             require_alone()
             raise
 
@@ -250,7 +254,7 @@ def _switch(hardware: Hardware[Any], worker: Worker, held: Sequence[Any]) -> Non
         # The process continued, or was late: its work had ended before, or had not begun.
     if n_worked_on == N_TRIES:
         raise WithoutEffectError("a process that was switched off continued to work")
-    raise NotProbedError("the processes that work on it had to wait for a CPU")
+    raise NotProbedError("the test's worker processes had to wait for a CPU")
 
 
 def _race(
@@ -280,13 +284,15 @@ def _check_trace(hardware: Hardware[Any], workers: Sequence[Worker]) -> None:
     used = hardware.used_ns()
     if used and not any(worker.pid in used for worker in workers):
         raise WithoutEffectError(
-            "the trace has other PIDs: run the governor in the host's PID namespace"
+            "the trace has the PIDs of another namespace: run the governor in the host's PID"
+            " namespace"
         )
     for worker in workers:
         expected = (WORK_MS + 2 * RACE_MS) * 1e6
         if used.get(worker.pid, 0) < TRACED * expected:
             raise WithoutEffectError(
-                f"the trace shows {used.get(worker.pid, 0) / 1e6:.0f} ms of {expected / 1e6:.0f}"
+                f"the trace shows only {used.get(worker.pid, 0) / 1e6:.0f} ms of"
+                f" {expected / 1e6:.0f} ms of work"
             )
 
 

@@ -43,7 +43,7 @@ Above it, the GPU is no longer steered, and grants limit the process."""
 
 AGAIN_S, MAX_AGAIN_S = 60.0, 3600.0
 """First and longest pause after steering has failed, in seconds. The pause doubles each time."""
-OPENING = "it is being opened, and tested if that was not done before"
+OPENING = "it is being opened, and tested if it has not been tested before"
 """Why a GPU is not steered at first."""
 LASTED_S = 600.0
 """After this many seconds of steering without a failure, the next pause is the shortest again."""

@@ -155,7 +155,7 @@ class SteeringService:
         with self._lock:
             gpu = self._gpus.setdefault(uuid, threading.Lock())
         if not gpu.acquire(timeout=BUSY_S):
-            raise OSError("another governor steers this GPU")
+            raise OSError("another governor is steering this GPU")
         try:
             yield
         finally:

@@ -45,7 +45,7 @@ function renderHead(row, live) {
   head.setAttribute("scope", "row");
   if (one.ended) head.append(make("p", {class: "quiet"}, `ended ${clock(timeOf(one.first + one.used.length - 1))}`));
   if (live) head.append(make("p", {class: "quiet"}, count(live.processes, "process", "processes")));
-  if (live && live.frozen) head.append(trouble("frozen for a violation"));
+  if (live && live.frozen) head.append(trouble("frozen because of a violation"));
   if (live && live.suspension) head.append(make("p", {class: "quiet"}, live.suspension));
   const moves = live && live.parking ? MOVES[live.parking.residency] : "";
   if (moves) head.append(make("p", {class: "quiet"}, moves));
@@ -64,9 +64,9 @@ function renderTime({one, had}, live) {
   const device = live && live.devices.find((own) => own.gpu === one.gpu);
   if (device && device.grant_wait_ms[0] !== null) {
     const [half, most] = device.grant_wait_ms.map(bound);
-    time.append(make("p", {class: "quiet"}, `waited for a grant: half ${half}, 99\u00a0% ${most}`));
+    time.append(make("p", {class: "quiet"}, `waited for a grant: median ${half}, 99th percentile ${most}`));
   }
-  if (had.part < 1) time.append(make("small", {}, `in the ${lasted(had.steps * about.step_s)} for which it ran`));
+  if (had.part < 1) time.append(make("small", {}, `in the ${lasted(had.steps * about.step_s)} during which it ran`));
   return time;
 }
 
@@ -128,7 +128,7 @@ function makeSection(gpu) {
 function renderFacts(gpu, parts) {
   parts.title.replaceChildren(`GPU ${gpu.index}: `, foreign(gpu.name));
   const divides = gpu.scheduling === "hardware" ? "its own scheduler divides its time" : "grants divide its time";
-  parts.facts.replaceChildren(`${gpu.uuid}, shared by ${gpu.strategy}; ${divides}`);
+  parts.facts.replaceChildren(`${gpu.uuid}, strategy ${gpu.strategy}; ${divides}`);
   if (gpu.not_steered) parts.facts.append(", not its own scheduler: ", foreign(gpu.not_steered, 400));
   const troubles = [["does not answer, and no part of it is granted", gpu.lost], ["accepts no containers at present", gpu.closed]];
   parts.trouble.replaceChildren(...troubles.filter(([, why]) => why !== null)
@@ -162,7 +162,7 @@ function renderGpu(gpu, span, now) {
     memoryPlot("All containers: memory on the GPU, last 15 minutes", all, gpu.memory, span, ON_GPU));
   parts.caption.textContent = `Containers of GPU ${gpu.index}`;
   parts.table.hidden = !rows.length;
-  if (!rows.length) parts.words.append(". No container in this time.");
+  if (!rows.length) parts.words.append(". No container ran in this period.");
   const absent = all.length - rows.length;
   parts.gone.textContent = absent ? `${count(absent, "container")} that ran only at other times: see the charts above.` : "";
   const most = timeScale(rows.map((row) => row.one));
@@ -183,7 +183,7 @@ function renderEvents() {
     })),
   ].sort((one, other) => other.at - one.at);
   byId("no-events").hidden = events.length > 0;
-  byId("no-events").textContent = "None since the start of the governor.";
+  byId("no-events").textContent = "None since the governor started.";
   byId("events").hidden = !events.length;
   byId("events").tBodies[0].replaceChildren(...events.map((event) => {
     const who = cell("td", "cell", foreign(names.get(event.id) || event.id || "not named yet", 64));
@@ -259,9 +259,9 @@ async function refresh() {
     answered = Date.now() / 1000;
     wait = 1000 * Math.min(about.step_s, Math.max(0.5, about.last_ended + about.step_s - state.now + 0.3));
     render();
-    if (!isPaused()) say(`Up to date, every ${about.step_s} seconds`, false);
+    if (!isPaused()) say(`Up to date; refreshed every ${about.step_s} seconds`, false);
   } catch (error) {
-    const since = answered === null ? "" : ` since ${clock(answered)}; what is shown is from then`;
+    const since = answered === null ? "" : ` since ${clock(answered)}; the page shows the state at that time`;
     say(`\u26a0 No answer from the governor${since} (${plain(error.message)})`, true);
   }
   asking = false;

@@ -180,7 +180,7 @@ def _require_unchanged(root: Root, changes: list[Edit]) -> None:
         if (file.data if file else None) != change.before:
             raise SetupError(
                 f"{root.shown(change.path)} was changed by another program in the meantime",
-                hint="run it again",
+                hint="run the command again",
             )
 
 

@@ -154,7 +154,8 @@ def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
     found = version(says)
     if options.containerd_version and found is None:
         raise SetupError(
-            f"--containerd-version is {options.containerd_version}", hint="write it like 1.7 or 2.1"
+            f"--containerd-version {options.containerd_version} is not a version",
+            hint="give it in the form 1.7 or 2.1",
         )
     number = main.get("version")
     if number is None and not main:
@@ -288,7 +289,8 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     like = table(node.handlers(), default)
     if like.get("runtime_type", RUNC) != RUNC:
         result.notes.append(
-            f"the default handler {default} has another runtime_type: nothing is copied from it"
+            f"the default handler {default} has a runtime_type other than {RUNC}: nothing is copied"
+            " from it"
         )
         like = {}
     values: dict[str, Any] = {"runtime_type": RUNC}
@@ -298,7 +300,9 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     if spec is not None:
         values["base_runtime_spec"] = spec
     elif values.get("base_runtime_spec"):
-        result.notes.append(f"the handler has the base_runtime_spec of {default}")
+        result.notes.append(
+            f"the handler {HANDLER} uses the base_runtime_spec of the handler {default}"
+        )
     given = {k: v for k, v in table(like, "options").items() if _is_plain(v)}
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
     inner |= {k: v for k, v in given.items() if k != "BinaryName"}
@@ -314,7 +318,7 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     binary = given.get("BinaryName")
     if binary and spec is None and "nvidia" not in str(binary):
         result.notes.append(
-            f"the default handler {default} runs {binary}: for {HANDLER} to run it as well, "
+            f"the default handler {default} runs {binary}: to have {HANDLER} run it as well, "
             f"write `runtime {binary}` to {WRAPPER}"
         )
     elif binary and spec is not None:

@@ -29,7 +29,7 @@ from oci_hook.runtime import CONFIG as WRAPPER
 from oci_hook.runtime import NodeSettings, SettingsError, parse_node
 
 NAME = "50-tidegate.conf"
-UNDONE = "end the pods of the class tidegate, then systemctl restart crio"
+UNDONE = "delete the pods of runtime class tidegate, then run systemctl restart crio"
 RUNTIMES = ("crio", "runtime", "runtimes")
 # Keys of the default handler that determine its program; here the program is the wrapper.
 OF_THE_PROGRAM = frozenset(
@@ -74,7 +74,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
         _name_runtime(root, journal, config.text("runtime_root", HANDLER), real, result)
     result.look_at_wrapper(root, options)
     if search("crio", root.runs) is None:
-        result.notes.append("CRI-O is not installed: the new files are unchecked")
+        result.notes.append("CRI-O is not installed, so the new files were not checked")
     result.todo = [
         "systemctl restart crio    # containers keep running",
         "tidegate setup crio --runtime-class | kubectl apply -f -    # once per cluster",
@@ -162,7 +162,7 @@ def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
     if kind == "vm":
         raise SetupError(
             f"CRI-O's default handler {name} has runtime_type vm, which has no OCI runtime",
-            hint="name a handler of runc or crun with default_runtime",
+            hint="set default_runtime to a handler that runs runc or crun",
         )
     return name
 
@@ -237,8 +237,8 @@ def _name_runtime(
     if named:
         if named != real:
             result.notes.append(
-                f"{shown} has the wrapper execute {named} for CRI-O, whose default handler runs "
-                f"{real}: `runtime-for {state_root} {real}` there makes them the same"
+                f"{shown} makes the wrapper execute {named} for CRI-O, but CRI-O's default handler"
+                f" runs {real}: write `runtime-for {state_root} {real}` there to make them match"
             )
         return
     lines = [COMMENT, f"runtime-for {state_root} {real}"]

@@ -105,7 +105,7 @@ class Configuration:
                     lack = "which is missing" if path else "which is not in any program directory"
                     yield (
                         f"the default handler {name} ({origin}) runs {path or name}, {lack}",
-                        f"install it, or correct runtime_path of the handler {name}",
+                        f"install it, or correct the runtime_path of the handler {name}",
                     )
             elif self.text("runtime_type", name) in BY_CONMON and not self.monitor(name, runs):
                 path = self.text("conmon") or self.text("monitor_path", name)
@@ -114,7 +114,7 @@ class Configuration:
                     if path
                     else f"the handler {name} ({origin}) names no monitor_path, and conmon is not"
                     " in any program directory",
-                    f"install conmon, or correct monitor_path of the handler {name}",
+                    f"install conmon, or correct the monitor_path of the handler {name}",
                 )
 
 

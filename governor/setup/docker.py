@@ -84,8 +84,9 @@ def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
     found = version(output(root, "dockerd", "--version"))
     if found and found < (24, 0):
         result.notes.append(
-            f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
-            "write `environment allow` to /etc/tidegate/runtime, as docs/howto/engines.md says"
+            f"Docker {found[0]}.{found[1]} does not support annotations (24.0 is the first version"
+            " that does): write `environment allow` to /etc/tidegate/runtime, as"
+            " docs/howto/engines.md says"
         )
     # Docker 20.10 does not have `--validate`.
     result.validation = Validation(

@@ -97,7 +97,8 @@ class Root:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
             raise SetupError(
-                f"{shown} is larger than {LIMIT >> 20} MiB", hint="that is not a configuration file"
+                f"{shown} is larger than {LIMIT >> 20} MiB",
+                hint="it is probably not a configuration file",
             )
         return HostFile(
             shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
@@ -196,7 +197,8 @@ class Root:
         real = old.real if old else self.find(path)
         if real is None:
             raise SetupError(
-                f"{shown}: its directory is missing", hint="create it, and run it again"
+                f"{shown}: its directory is missing",
+                hint="create the directory, and run the command again",
             )
         host = self._host(real)
         with explained(shown):
@@ -285,13 +287,16 @@ def explained(path: str) -> Iterator[None]:
 def explain(e: OSError, path: str) -> SetupError:
     """Return an error for a file that cannot be read or written, with a hint."""
     if e.errno in (errno.EACCES, errno.EPERM):
-        hint = "run it as root; if it is, see whether the file is immutable (lsattr)"
+        hint = (
+            "run the command as root; if it already runs as root, check whether the file is"
+            " immutable (lsattr)"
+        )
     elif e.errno == errno.EROFS:
         hint = "make the change where this system is configured: its files are read-only here"
     elif e.errno == errno.EBUSY:
         hint = "it is a mount point: edit the file that is mounted there"
     elif e.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "make room, and run it again"
+        hint = "free some space, and run the command again"
     else:
         hint = "check what exists at that path"
     return SetupError(f"{path}: {e.strerror or e}", hint=hint)

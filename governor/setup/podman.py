@@ -52,7 +52,7 @@ MORE_DROP_INS = (
 )
 DROP_IN = f"{DROP_INS}/50-tidegate.conf"
 COMMENT = WRITTEN.format("podman")
-UNDONE = "nothing: Podman reads hooks at each start of a container"
+UNDONE = "nothing, because Podman reads the hooks each time it starts a container"
 ASK = ("podman", "--help")
 
 
@@ -83,9 +83,9 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     for path in moved:
         if not untouched(root, journal, "podman", path):
             raise SetupError(
-                f"{root.shown(path)} has to move to {root.shown(directory)}, and has been edited"
-                " since it was written",
-                hint="move it there by hand, and run it again",
+                f"{root.shown(path)} must be moved to {root.shown(directory)}, but has been"
+                " edited since setup wrote it",
+                hint="move it there by hand, and run the command again",
             )
     left = {path.rpartition("/")[0] for path in moved}
     asked = default_hooks_dirs(output(root, *ASK))
@@ -118,22 +118,22 @@ def _require_own(root: Root, directory: str) -> None:
     """Refuse a directory that is also read by programs that do not support the stage precreate."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
-            f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image if "
-            "one has the stage precreate",
+            f"Buildah also reads hooks from {root.shown(directory)}, and fails to build images if "
+            "one of the hooks has the stage precreate",
             hint=f"leave --hooks-dir out (the default is {HOOKS_DIR}), or name another directory",
         )
     if _is_one_of(root, directory, crio.hooks_directories(root)):
         raise SetupError(
-            f"CRI-O reads hooks from {root.shown(directory)} as well, and does not start with "
-            "the stage precreate",
+            f"CRI-O also reads hooks from {root.shown(directory)}, and does not start if one of the"
+            " hooks has the stage precreate",
             hint="name another directory with --hooks-dir, or remove it from CRI-O's hooks_dir",
         )
     # The drop-in applies to all users, and Podman starts no container if it cannot read a
     # directory.
     if (closed := root.closed(directory)) is not None:
         raise SetupError(
-            f"{root.shown(closed)} is closed to other users, whose Podman would start no container "
-            f"with hooks in {root.shown(directory)}",
+            f"other users cannot read {root.shown(closed)}, so their Podman would start no "
+            f"container if the hooks were in {root.shown(directory)}",
             hint="chmod o+rx it, or name another directory with --hooks-dir",
         )
 
@@ -185,7 +185,7 @@ def _drop_in(
         raise SetupError(
             f"{root.shown(found.by or DROP_IN)} makes Podman read hooks from "
             f"{', '.join(found.directories)}",
-            hint=f'write "{directory}"{for_it} to hooks_dir there, and run it again',
+            hint=f'write "{directory}"{for_it} to hooks_dir there, and run the command again',
         )
     part = {"key": ["engine", "hooks_dir"], "comments": [COMMENT]}
     return Change(DROP_IN, text, (part,)), found.directories
@@ -247,7 +247,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
             if isinstance(program, str) and program.endswith("/tidegate-hook"):
                 raise SetupError(
                     f"{root.shown(path)} already adds the hook to every container",
-                    hint="remove it, and run it again",
+                    hint="remove the file, and run the command again",
                 )
 
 
@@ -297,8 +297,8 @@ def _lacking(said: str, wanted: Iterable[str]) -> str | None:
     if not lacking:
         return None
     return (
-        f"Podman reads hooks from {', '.join(found or ())}, because of a containers.conf that "
-        f"takes precedence, and not from {', '.join(lacking)}"
+        f"Podman would read hooks from {', '.join(found or ())} and not from {', '.join(lacking)},"
+        " because another containers.conf takes precedence"
     )
 
 

@@ -28,19 +28,21 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
         return []
     program = shutil.which(validation.command[0])
     if program is None:
-        return [f"{validation.command[0]} is not installed: the new files are unchecked"]
+        return [f"{validation.command[0]} is not installed, so the new files were not checked"]
     said = " ".join(validation.command)
     files = {_real(root, edit.path): edit.after for edit in edits}
     try:
         done = view.run([program, *validation.command[1:]], files)
     except view.ViewError as e:
-        return [f"`{said}` could not check the new files: no private view of them ({e})"]
+        why = f"no private view of them could be created ({e})"
+        return [f"`{said}` could not check the new files, because {why}"]
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SetupError(
             f"{said}: {e}", hint="nothing was changed; fix the cause and try again"
         ) from e
     if done.returncode and any(word in done.stderr for word in validation.unsupported):
-        return [f"this {validation.command[0]} does not know `{said}`: the new files are unchecked"]
+        what = f"this {validation.command[0]} does not support `{said}`"
+        return [f"{what}, so the new files were not checked"]
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         reason = (lines or [""])[-1].strip()[-LONGEST:]

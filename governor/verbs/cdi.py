@@ -12,7 +12,6 @@ from governor.errors import SetupError
 from governor.setup.files import Root
 
 SUMMARY = "Describe the node's GPUs to engines that support CDI"
-FILE = "/var/run/cdi/tidegate.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--output",
         metavar="FILE",
-        help=f"write it to this file; engines read {FILE} and /etc/cdi (default: print it)",
+        help="write it to this file; engines read /var/run/cdi and /etc/cdi (default: print it)",
     )
     generate.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
     generate.add_argument(

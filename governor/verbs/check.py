@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**findings, **gpus}, indent=2))
     else:
-        print(f"configuration: {', '.join(loaded.files) or 'no file, the defaults'}: accepted")
+        print(
+            f"configuration: {', '.join(loaded.files) or 'no file, the defaults apply'}: accepted"
+        )
         for name in ("mirror", "governor"):
             print(f"{name}: {findings[name]}")
         if gpus:

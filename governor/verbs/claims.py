@@ -10,9 +10,9 @@ from governor.listing import claims_table
 
 SUMMARY = "List the claims that are booked on this node's GPUs"
 EPILOG = """\
-A claim is booked from the time when the node's driver announces it until the driver withdraws it,
-whether or not a container uses it. If it is withdrawn while containers use it, its state is
-leaving, and it is removed when the last of them ends.
+A claim is booked from the time that the node's Kubernetes driver announces it until that driver
+withdraws it, whether or not a container uses it. If it is withdrawn while containers use it, its
+state is leaving, and it is removed when the last of them ends.
 
 """
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_mebibytes,
         default=0,
         metavar="SIZE",
-        help="memory of a GPU, like 80Gi, of which gpumem-percentage is a part",
+        help="memory of one GPU, for example 80Gi; gpumem-percentage is a percentage of it",
     )
     parser.add_argument(
         "--compute",
@@ -87,11 +87,11 @@ def _mebibytes(text: str) -> int:
     except ConfigError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
     if not amount:
-        raise argparse.ArgumentTypeError("a GPU has more than 1Mi")
+        raise argparse.ArgumentTypeError("it must be at least 1Mi")
     return amount
 
 
 def _percent(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError("it is not a whole number from 1 to 100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 100")
     return int(text)

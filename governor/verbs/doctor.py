@@ -11,10 +11,12 @@ import json
 import sys
 from collections import Counter
 
-SUMMARY = "Examine this node: driver, mirror, governor, engines, and what else could be wrong"
+SUMMARY = (
+    "Examine this node: driver, mirror, governor, engines, and anything else that could be wrong"
+)
 EPILOG = """\
-states: ok; note, neither right nor wrong; unseen, could not be examined; warning, stops no
-container; wrong, stops containers, leaves them ungoverned, or lets another user become root.
+states: ok; note (neither right nor wrong); unseen (could not be examined); warning (stops no
+container); wrong (stops containers, leaves them ungoverned, or lets another user become root).
 exit status: 0 if nothing is wrong, 1 if something is; with --strict, also 1 for warnings and for
 what could not be examined; 2 if the command line is wrong. docs/reference/doctor.md describes each
 check.
@@ -42,12 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--driver-dir", metavar="DIR", help="the mirror's directory (/var/lib/tidegate/driver)"
     )
     parser.add_argument(
-        "--problems", action="store_true", help="leave out findings that are ok, and notes"
+        "--problems", action="store_true", help="omit notes, and findings that are ok"
     )
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="exit with 1 also for warnings and what could not be examined",
+        help="also exit with status 1 for warnings and for things that could not be examined",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -22,11 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--container",
         metavar="ID",
-        help="show this container: its id, or a prefix of it; for a pod or claim, NAMESPACE/NAME",
+        help="show the events of this container only: its id or a prefix of its id; for a pod or "
+        "claim, NAMESPACE/NAME",
     )
     parser.add_argument("--all", action="store_true", help="also show what succeeded")
     parser.add_argument(
-        "--since", metavar="WHEN", help="as for journalctl: --since=today, --since=-1h"
+        "--since",
+        metavar="WHEN",
+        help="show events since this time, in journalctl's format: --since=today, --since=-1h",
     )
     parser.add_argument("--follow", action="store_true", help="wait for further events")
     parser.add_argument(
@@ -49,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         shown += 1
         print(json.dumps(event.fields) if args.json else _line(event), flush=args.follow)
     if not shown and not args.json:
-        about = f" of {args.container}" if args.container else ""
-        what = "no event" if args.all else "no failure"
+        about = f" for {args.container}" if args.container else ""
+        what = "no events" if args.all else "no failures"
         print(f"{what}{about} in {_where(args)}{_hint(args.container)}", file=sys.stderr)
     return 0
 
@@ -74,7 +77,8 @@ def _files(args: argparse.Namespace) -> list[Path]:
         raise RequestError(
             f"this node has no journal and none of {', '.join(SYSLOG_FILES)}",
             hint="run a syslog daemon; or write the governor's standard error to a file, give the"
-            " hook --log FILE and the wrapper's settings `log FILE`, and name the files with --log",
+            " hook --log FILE, add `log FILE` to the wrapper's settings, and name the files with"
+            " --log",
         )
     return found
 

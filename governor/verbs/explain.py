@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hook",
         default="/usr/bin/tidegate-hook",
         metavar="FILE",
-        help="the hook's path in config.json, where a claim adds it (default %(default)s)",
+        help="the path under which a claim adds the hook to config.json (default %(default)s)",
     )
     parser.add_argument(
         "--module-version",
@@ -79,7 +79,10 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     claims = find_claims(container.document, args.hook)
     if claims:
         uids = ", ".join(dict(claims))
-        yield f"claims {uids} determine how much of which GPU it gets: tidegate claims shows them"
+        yield (
+            f"claims {uids} determine which GPUs it gets and how much of each: tidegate claims"
+            " shows them"
+        )
         refuse_beside(container.annotations, f"claim {uids}")
     elif not container.annotations:
         yield "no annotation under tidegate.gpu/: the container is left alone"
@@ -192,7 +195,7 @@ def _parking(request: Request, config: Config) -> str:
     if request.parking == "never":
         return "never"
     if memory.overbook <= 1:
-        return "allowed: this node grants no more memory than its GPUs have"
+        return "allowed, but never needed: this node grants no more memory than its GPUs have"
     if others := unparkable(request.capabilities):
         return f"allowed, but not possible with the capability {', '.join(others)}"
     if len(request.devices) > 1 or (request.gpus or 1) > 1:
@@ -215,7 +218,8 @@ def _request(request: Request, config: Config) -> Iterator[str]:
     elif defaults.memory:
         yield f"memory        {show_memory(defaults.memory)} of each GPU, the node's default"
     else:
-        yield "memory        not given, and this node has no default: it would be refused"
+        missing = "not given, and this node has no default: the container would be refused"
+        yield f"memory        {missing}"
     compute = request.compute or min(
         defaults.compute, request.compute_limit or defaults.compute_limit
     )
@@ -256,7 +260,9 @@ def _prepared(
     if rootfd is None:
         yield from _unplaced(share)
         yield "result"
-        yield "  name the image's files with --rootfs or --bundle to see the mounts"
+        yield (
+            "  give the container's root file system with --rootfs or --bundle to see the mounts"
+        )
         return
     image = _inspect(rootfd, container, manifest, share)
     grant = Grant(

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nested",
         action="store_true",
-        help="all containers of the node are in this PID namespace, although it is not the host's",
+        help="assume that all containers of the node are in this PID namespace, although it is not "
+        "the host's",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument(
         "container",
-        help="a container: its id, or a unique prefix of it, its name, or its pod; or a claim: "
-        "its uid, NAMESPACE/NAME or name, claim/NAME if a pod has the same name",
+        help="a container, by its id, a unique prefix of its id, its name or its pod; or a claim, "
+        "by its uid, NAMESPACE/NAME or name (claim/NAME if a pod has the same name)",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
@@ -161,7 +161,7 @@ def _parking_fields(parking: dict[str, Any] | None) -> Iterator[tuple[str, str]]
     if parking is None:
         return
     movable, host = (parking[name] // MIB for name in ("movable", "host_memory"))
-    where = f"{movable} MiB can be parked; {host} MiB of host memory are ready for that"
+    where = f"{movable} MiB can be parked; {host} MiB of host memory is ready for that"
     yield "memory is", f"{parking['residency']}: {where}"
     moved, took = parking["moved"] // MIB, parking["move_ns"] / 1e9
     times = parking["times_parked"]
@@ -183,7 +183,7 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  in total", f"{used} used ({own} of its own, {lent} lent); calls waited {waited}"
     half, most = (wait_bound_ms(device["grant_waits"], part) for part in (0.5, 0.99))
     if half is not None and most is not None:
-        yield "  for a grant", f"half of the waits took {_bound(half)}, 99 % {_bound(most)}"
+        yield "  for a grant", f"median wait {_bound(half)}, 99th percentile {_bound(most)}"
     yield "  counted", ", ".join(f"{name} {device[name]}" for name in COUNTED)
 
 

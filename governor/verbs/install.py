@@ -18,8 +18,8 @@ HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Set the description; the verb has no options."""
     parser.description = (
-        "Prints a shell script that installs the programs where engines look for them, the"
-        " configuration and the units. A package does all of this."
+        "Print a shell script that installs the configuration, the units and, where engines look"
+        " for them, the programs. A package does all of this."
     )
 
 
@@ -33,7 +33,7 @@ def run(_args: argparse.Namespace) -> int:
     elif not install_paths.is_wheel():
         print(
             _comment(
-                f"{install_paths.CODE.parent} is from a package or make install:"
+                f"{install_paths.CODE.parent} was installed by a package or by make install:"
                 " nothing is left to do."
             )
         )
@@ -62,7 +62,8 @@ def script(code: Path, commands: Path) -> Iterator[str]:
         "cp", share / "config.yaml", "/etc/tidegate/config.yaml"
     )
     yield ""
-    yield "# The units: the mirror at boot and when the driver changes, and the governor after it."
+    yield "# The units refresh the mirror at boot and when the driver changes, and start the"
+    yield "# governor after that."
     kinds = ("service", "path", "socket")
     units = [unit for kind in kinds for unit in sorted(share.glob(f"systemd/*.{kind}"))]
     yield _command("mkdir", "-p", "/etc/systemd/system", "/etc/udev/rules.d")

@@ -13,9 +13,9 @@ EPILOG = """\
 COMPUTE is in percent of the GPU's time: what was used over the last two seconds, what is
 guaranteed, and the limit. WAITING is the part of these two seconds for which calls waited, for
 their turn or for room in the queue: a program that always has more work is near 100 %, however much
-time it gets. Violations that have not ended, and processes that use a GPU which their
-container was not granted, are shown in STATE, and on a line each below the table, before the
-functions of the driver that containers looked up and the control library does not know.
+time it gets. Violations that have not ended, and processes that use a GPU that their container was
+not granted, are shown in STATE, and each on its own line below the table. After them come the
+driver functions that containers looked up and that the control library does not know.
 
 """
 

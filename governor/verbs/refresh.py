@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--control-dir",
         default=str(control_dir()),
         metavar="DIR",
-        help="holds the control libraries libcuda.so.1 and libnvidia-ml.so.1 (default %(default)s)",
+        help="directory of the control libraries libcuda.so.1 and libnvidia-ml.so.1 "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--library-dir",
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="read the generation in force as well, and replace it if its content is damaged",
+        help="also read the generation in force, and replace it if its content is damaged",
     )
     parser.add_argument(
         "--accept-loss",
@@ -106,7 +107,7 @@ def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
     lines.append(_outcome(result))
     if result.aside is not None:
         lines.append(
-            f"the previous generation was damaged, and is set aside as {result.aside.name}"
+            f"the previous generation was damaged, and was set aside as {result.aside.name}"
         )
     lines += [
         f"warning: {path} has new content but the same build id: reinstall its package"

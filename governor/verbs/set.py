@@ -24,12 +24,18 @@ def _percent(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
-    parser.add_argument("container", help="its id, or a unique prefix of it, its name, or its pod")
+    parser.add_argument(
+        "container",
+        help="the container's id, a unique prefix of its id, its name, or its pod",
+    )
     parser.add_argument(
         "--memory", metavar="SIZE", help="device memory on each of its GPUs, like 12Gi"
     )
     parser.add_argument(
-        "--compute", type=_percent, metavar="PERCENT", help="guaranteed share of each GPU, percent"
+        "--compute",
+        type=_percent,
+        metavar="PERCENT",
+        help="guaranteed share of each GPU, in percent",
     )
     parser.add_argument(
         "--compute-limit",

@@ -31,7 +31,10 @@ def seconds(text: str) -> float:
 
 def add_container(parser: argparse.ArgumentParser) -> None:
     """Add the options that `suspend` and `resume` have in common."""
-    parser.add_argument("container", help="its id, or a unique prefix of it, its name, or its pod")
+    parser.add_argument(
+        "container",
+        help="the container's id, a unique prefix of its id, its name, or its pod",
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
     )

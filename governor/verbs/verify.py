@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vdriver.verify import Report
 
-SUMMARY = "Check the content of a generation of the mirror, and that it loads"
+SUMMARY = "Check the content of a generation of the mirror, and whether its libraries load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

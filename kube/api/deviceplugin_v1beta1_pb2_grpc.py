@@ -101,7 +101,7 @@ class Registration:
 
 
 class DevicePluginStub:
-    """Served by the plugin, at a socket of its own in the same directory.
+    """Served by the plugin on its own socket in the same directory.
     """
 
     def __init__(self, channel):
@@ -138,7 +138,7 @@ class DevicePluginStub:
 
 
 class DevicePluginServicer:
-    """Served by the plugin, at a socket of its own in the same directory.
+    """Served by the plugin on its own socket in the same directory.
     """
 
     def GetDevicePluginOptions(self, request, context):
@@ -208,7 +208,7 @@ def add_DevicePluginServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DevicePlugin:
-    """Served by the plugin, at a socket of its own in the same directory.
+    """Served by the plugin on its own socket in the same directory.
     """
 
     @staticmethod

@@ -159,11 +159,10 @@ int main(int argc, char *argv[])
         /* If the input is too large, the part that was read is handed over: the script reports the
          * error. */
         if (!is_whole && input.size <= CONFIG_LIMIT)
-            handover_fail(failed, "tidegate: standard input cannot be read to its end; the runtime "
-                                  "has to write to it, and to close it\n");
+            handover_fail(failed, "tidegate: standard input cannot be read to the end; the runtime "
+                                  "has to write to it and close it\n");
         if (!put_back(&input))
-            handover_fail(failed,
-                          "tidegate: a copy of standard input cannot be made; free memory\n");
+            handover_fail(failed, "tidegate: standard input cannot be copied; free some memory\n");
         arm(0);
         server = handover_connect(options.runtime_dir);
         if (server >= 0) {

@@ -407,7 +407,9 @@ def test_a_claim_taken_back_while_in_use_stays_until_its_container_ends(node: Be
         edit(config)
 
     line = refused(node, "late", late)
-    assert "claim default/name-gone was taken back, and its last container has not ended" in line
+    assert (
+        "claim default/name-gone was taken back, but its last container has not ended yet" in line
+    )
     assert listing[0]["shares"][0]["containers"] == [container.identifier]
     done = units(container)
     wait_for(lambda: units(container) > done + 10, "work to continue")

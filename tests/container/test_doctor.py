@@ -199,12 +199,12 @@ def test_programs_owned_by_another_user_are_wrong(tmp_path: Path) -> None:
     os.chown(host.root / "usr/bin/tidegate-hook", NOBODY, NOBODY)
     os.chown(host.root / "usr", NOBODY, 0)
     assert [line.partition(" ->")[0] for line in host.check("files.programs")] == [
-        "wrong: the hook /usr/bin/tidegate-hook runs as root, and /usr belongs to user 65534",
-        "wrong: the wrapper runtime /usr/bin/tidegate-runtime runs as root, and /usr belongs to user 65534",
+        "wrong: the hook /usr/bin/tidegate-hook runs as root, but /usr belongs to user 65534",
+        "wrong: the wrapper runtime /usr/bin/tidegate-runtime runs as root, but /usr belongs to user 65534",
     ]
     os.chown(host.root / "usr", 0, 0)
     assert [line.partition(" ->")[0] for line in host.check("files.programs")] == [
-        "wrong: the hook /usr/bin/tidegate-hook runs as root, and /usr/bin/tidegate-hook belongs to user 65534",
+        "wrong: the hook /usr/bin/tidegate-hook runs as root, but /usr/bin/tidegate-hook belongs to user 65534",
         "ok: the wrapper runtime /usr/bin/tidegate-runtime",
     ]
 
@@ -268,4 +268,4 @@ def test_events_finds_what_the_hook_wrote_to_a_real_journal() -> None:
         "asked: --container 77",
         "asked: --all --since=-1h", failed, "hook     prepared 77aa",
     ]  # fmt: skip
-    assert "no failure of 77 in the journal" in done.stderr
+    assert "no failures for 77 in the journal" in done.stderr

@@ -644,7 +644,7 @@ def test_an_incompletely_read_configuration_is_an_error(front: HookNode) -> None
     os.close(reading)
     os.close(writing)
     assert (done.returncode, done.stdout) == (71, b"")
-    assert done.stderr.startswith(b"tidegate: standard input cannot be read to its end")
+    assert done.stderr.startswith(b"tidegate: standard input cannot be read to the end")
 
 
 def wrapper_settings(front: HookNode, real: str) -> list[str]:

@@ -358,7 +358,7 @@ def test_a_namespace_held_only_by_a_descriptor_keeps_a_generation(
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
         fd = os.open(f"/proc/{process.pid}/ns/mnt", os.O_RDONLY)
     assert driver.gc(capsys)[driver.old.name] == (
-        "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+        "mounted in 1 namespace, e.g. one without a process, kept alive by a mount or a descriptor"
     )
     os.close(fd)
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
@@ -383,7 +383,7 @@ time.sleep(60)
             command = [sys.executable, "-c", script, str(process.pid)]
             holder.enter_context(running(*command))
         assert driver.gc(capsys)[driver.old.name] == (
-            "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+            "mounted in 1 namespace, e.g. one without a process, kept alive by a mount or a descriptor"
         )
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
@@ -421,7 +421,7 @@ def test_a_namespace_held_only_by_a_mount_keeps_a_generation(
 ) -> None:
     with pinned(driver, tmp_path / "pin"):
         assert driver.gc(capsys)[driver.old.name] == (
-            "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+            "mounted in 1 namespace, e.g. one without a process, kept alive by a mount or a descriptor"
         )
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
@@ -844,6 +844,6 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
         )
     else:
         assert found.outcomes[0].removed
-        assert found.notes[0].startswith("descriptors, from pid ")
-        assert found.notes[0].endswith(" on: no time left")
+        assert found.notes[0].startswith("no time left to examine the descriptors from pid ")
+        assert found.notes[0].endswith(" on")
         assert found.notes[1] == "descriptors of pid 7: Permission denied"

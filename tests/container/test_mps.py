@@ -253,7 +253,9 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(
         wait_for(lambda: mps(node)["state"] == "running", "the daemon")
         wait_for(lambda: link.stat().st_ino != inode, "the link to the new socket")
         logs = (directory(node, neighbour) / "mps/events").read_text()
-        assert "daemon-ended: the server ended; restart the programs that used the GPU" in logs
+        assert (
+            "daemon-ended: the MPS server has ended; restart the programs that used the GPU" in logs
+        )
     after = mps(node)
     assert (after["starts"], after["ends"]) == (before["starts"] + 1, before["ends"] + 1)
     [ended] = events(node, "mps-daemon-ended")
@@ -343,7 +345,7 @@ def test_a_program_that_finds_no_daemon_is_refused_with_a_message(node: BenchNod
         (pipe / "away").rename(pipe / "control")
     assert last_json(container.output)["error"] == 802  # CUDA_ERROR_SYSTEM_NOT_READY
     assert (
-        "tidegate: this container's strategy is mps, and the driver found no MPS server at /run/tidegate/mps: "
+        "tidegate: this container's strategy is mps, but the driver found no MPS server at /run/tidegate/mps: "
         "see tidegate ps --json on the node\n"
     ) in container.output
 

@@ -332,7 +332,7 @@ def test_a_granted_gpu_without_its_node_is_refused(
     bundle = node.bundle("true")
     ran = runc.run(bundle)
     assert ran.status != 0
-    assert "lacks the node of a GPU that it was granted: /dev/nvidia0" in ran.stderr
+    assert "lacks the device node of a GPU that it was granted: /dev/nvidia0" in ran.stderr
     assert GPU not in node.governor.admitted
 
 
@@ -348,7 +348,9 @@ def test_a_wrong_configuration_is_reported(node: HookNode, wrapped: WrappedRunti
     wrapped.settings.write_text("runtim /usr/bin/runc\n")
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78
-    assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; the settings are" in ran.stderr
+    assert (
+        f"{wrapped.settings}:1: invalid line 'runtim /usr/bin/runc'; the settings are" in ran.stderr
+    )
 
 
 @pytest.mark.parametrize("settings", ["runtim /usr/bin/runc\n", "runtime /usr/bin/gone\n"])
@@ -425,7 +427,7 @@ def test_a_state_directory_without_a_runtime_is_reported(
     file.write_text(f"runtime {runtime}\n{line}\n")
     call = [wrapper, "--tidegate-config", str(file), "--root", "/run/crun"]
     ran = subprocess.run([*call, "create", "x"], capture_output=True, text=True, check=False)
-    said = f"{file}:2: '{line}'; write `runtime-for /state/directory /path/to/runtime`"
+    said = f"{file}:2: invalid line '{line}'; write `runtime-for /state/directory /path/to/runtime`"
     assert (ran.returncode, ran.stderr) == (78, f"tidegate-runtime: {said}\n")
     ran = subprocess.run([*call, "kill", "x"], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "it --root /run/crun kill x\n")

@@ -336,7 +336,7 @@ def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
         ran = typed(site, "docker")
         if version.startswith("20."):
             assert ran.status == 0
-            assert "note: this dockerd does not know `dockerd --validate " in ran.stdout
+            assert "note: this dockerd does not support `dockerd --validate " in ran.stdout
             assert typed(site, "docker", "--undo").status == 0
         else:
             assert ran.status == 73

@@ -54,8 +54,9 @@ def test_a_node_without_private_views_reports_that_nothing_was_checked(
     """Without CAP_SYS_ADMIN, for instance, the engine checks nothing, and setup continues."""
     monkeypatch.setattr(view, "CLONE_NEWNS", -1)
     edit = Edit(str(tmp_path / "file"), None, b"")
+    why = "no private view of them could be created (unshare: Invalid argument)"
     assert validate(Root("/"), Validation(("true",)), [edit]) == [
-        "`true` could not check the new files: no private view of them (unshare: Invalid argument)"
+        f"`true` could not check the new files, because {why}"
     ]
 
 
@@ -88,8 +89,8 @@ def test_the_engines_message_is_the_reason(tmp_path: Path) -> None:
 def test_a_version_without_the_command_leaves_the_files_unchecked(tmp_path: Path) -> None:
     script = "echo 'unknown flag: --validate' >&2; exit 125"
     [line] = tell(script, tmp_path, unsupported=("unknown flag",))
-    assert line.startswith("this sh does not know `sh -c ")
-    assert line.endswith("`: the new files are unchecked")
+    assert line.startswith("this sh does not support `sh -c ")
+    assert line.endswith("`, so the new files were not checked")
     with pytest.raises(SetupError, match="exits with status 125: unknown flag"):
         tell(script, tmp_path)
 
@@ -105,7 +106,7 @@ def test_a_missing_program_is_reported_and_no_program_runs_for_another_root(
 ) -> None:
     edit = Edit("/etc/engine.conf", None, b"")
     assert validate(Root("/"), Validation(("no-such-engine",)), [edit]) == [
-        "no-such-engine is not installed: the new files are unchecked"
+        "no-such-engine is not installed, so the new files were not checked"
     ]
     assert validate(Root(str(tmp_path)), Validation(("false",)), [edit]) == []
     assert validate(Root("/"), Validation(("false",)), []) == []

@@ -344,7 +344,7 @@ def test_a_single_gpu_is_taken_from_a_broken_pair_first(node: BenchNode) -> None
     assert node.wait(refused, WAIT_S) != 0
     assert (
         "tidegate: 2 of 4 GPUs were requested, but none has room: "
-        "GPU 1 has 40 % of its time left to guarantee, but 50 % was requested (10 % short), 3 others "
+        "GPU 1 has 40 % of its time left to guarantee, but 50 % was requested (10 % short), and 3 others "
         "are short by as much or more, although all GPUs together have 120 %; ask for 40 % of the time at most, or wait until a container ends"
     ) in refused.output
 

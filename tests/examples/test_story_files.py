@@ -302,13 +302,17 @@ def test_what_a_pod_asks_for_becomes_annotations(limits, annotations, wanted):
 
 
 SAID = [
-    ({"nvidia.com/gpumem-percentage": 50}, {}, "gpumem-percentage 50: give --gpu-memory"),
+    ({"nvidia.com/gpumem-percentage": 50}, {}, "gpumem-percentage 50: pass --gpu-memory"),
     ({"nvidia.com/gpu": 1}, {}, "no gpumem"),
     ({"nvidia.com/gpu": 1, "nvidia.com/priority": 1}, {}, "nvidia.com/priority has no equivalent"),
     ({"nvidia.com/gpumem": 1}, {"nvidia.com/use-gputype": "A10"}, "a nodeSelector"),
     ({"nvidia.com/gpumem": 1}, {"nvidia.com/vgpu-mode": "mig"}, "Tidegate shares whole GPUs"),
     ({"nvidia.com/gpumem": 1}, {"hami.io/gpu-scheduler-policy": "binpack"}, "placement: pack"),
-    ({"nvidia.com/gpumem": 1}, {"nvidia.com/use-gpuuuid": "GPU-a,GPU-b"}, "names 2 GPUs"),
+    (
+        {"nvidia.com/gpumem": 1},
+        {"nvidia.com/use-gpuuuid": "GPU-a,GPU-b"},
+        "names 2 GPUs to choose from, which has no equivalent",
+    ),
 ]
 
 
@@ -325,12 +329,17 @@ def test_variables_of_the_library_are_removed_and_others_stay():
         {"name": "GPU_CORE_UTILIZATION_POLICY", "value": "disable"},
         {"name": "CUDA_DEVICE_MEMORY_LIMIT_0", "value": "1g"},
         {"name": "CUDA_DISABLE_CONTROL", "value": "true"},
+        {"name": "CUDA_OVERSUBSCRIBE", "value": "true"},
         {"name": "MODEL", "value": "large"},
     ]
     (after,), said = convert(before)
     assert after["spec"]["containers"][0]["env"] == [{"name": "MODEL", "value": "large"}]
     assert after["metadata"]["annotations"][PREFIX + "compute-limit"] == "100"
     assert any("CUDA_DISABLE_CONTROL has no equivalent" in line for line in said)
+    assert (
+        "Pod p: CUDA_OVERSUBSCRIBE has no equivalent: set memory.overbook in the node's configuration instead"
+        in said
+    )
 
 
 def test_pod_templates_are_converted_and_other_documents_are_unchanged():

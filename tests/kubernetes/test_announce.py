@@ -102,6 +102,22 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(announcer._said) == 1
 
 
+def test_an_announcer_whose_queue_is_full_stops() -> None:
+    """The oldest event makes room for the marker at which the thread ends."""
+    events = CollectedEvents()
+    announcer = Announcer(events, "node-1")
+    for number in range(MAX_QUEUED):
+        announcer.refused(Reference("ns", "c", "u"), None, ClaimError(f"no {number}", hint="x"))
+    assert announcer._queue.full()
+    announcer.stop()
+    thread = threading.Thread(target=announcer.run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    messages = [event["message"] for event in events.written]
+    assert messages == [f"no {number}; x" for number in range(1, MAX_QUEUED)]
+
+
 def test_without_the_right_to_write_events_only_one_request_is_made() -> None:
     events = CollectedEvents(http=403)
     announcer = Announcer(events, "node-1")

@@ -109,7 +109,9 @@ def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
         assert answers[wrong["metadata"]["uid"]].error == (
             "claim team-b/wrong, request gpu, parameters of the claim: computLimit is not an option; did you mean computeLimit?"
         )
-        assert "claim team-c/gone: the API server says 404" in answers[gone[2]].error
+        assert (
+            "claim team-c/gone: the API server answered with status 404" in answers[gone[2]].error
+        )
     assert list(stand.governor.claims) == [good["metadata"]["uid"]]
     wait_for(lambda: len(stand.api.events) >= 4, "events")
     time.sleep(0.2)
@@ -557,7 +559,7 @@ def test_a_startup_error_is_one_line(
         (
             ("--node-name", "n", "--default-compute", "120"),
             78,
-            "--default-compute is 120; 1 to 100 are accepted",
+            "--default-compute is 120; it must be between 1 and 100",
         ),
         (
             ("--node-name", "n", "--default-memory", "8 GB"),
@@ -567,11 +569,11 @@ def test_a_startup_error_is_one_line(
         (
             ("--node-name", "n", "--look-every", "0"),
             78,
-            "--look-every is 0; 0.1 to 60 are accepted",
+            "--look-every is 0; it must be between 0.1 and 60",
         ),
         (("--node-name", "n", "--kubeconfig", "/nowhere"), 75, "no access to the API server"),
         (("--node-name", "n"), 75, "no access to the API server"),
-        ((), 78, "no node is named; add --node-name, or set NODE_NAME"),
+        ((), 78, "no node name is given; add --node-name, or set NODE_NAME"),
     ):
         assert main(list(arguments)) == status
         (line,) = capfd.readouterr().err.splitlines()

@@ -451,7 +451,9 @@ class Documents:
 
     def claim(self, _namespace: str, _name: str) -> Any:
         if self.found is None:
-            raise ClusterError("claim: the API server says 404", hint="gone", http=404)
+            raise ClusterError(
+                "claim: the API server answered with status 404", hint="gone", http=404
+            )
         return self.found
 
 
@@ -498,7 +500,9 @@ class FailingClaims:
         if name in self.failures:
             raise self.failures[name]
         if name not in self.found:
-            raise ClusterError("claim: the API server says 404", hint="gone", http=404)
+            raise ClusterError(
+                "claim: the API server answered with status 404", hint="gone", http=404
+            )
         return self.found[name]
 
 

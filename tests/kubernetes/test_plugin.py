@@ -304,7 +304,7 @@ def test_a_missing_kubelet_is_reported_but_not_every_second(
             clock[0] += 1
     loop.stop()
     first, second = [one for one in logs if one["event"] == "no-kubelet"]
-    assert f"{tmp_path}/device-plugins/{SOCKET}: cannot listen there" in first["message"]
+    assert f"cannot listen on {tmp_path}/device-plugins/{SOCKET}: " in first["message"]
     assert second["message"] == (
         f"no kubelet for 40 s: {tmp_path}/device-plugins/kubelet.sock does not exist;"
         " no GPU is offered"

@@ -45,7 +45,9 @@ class ServedClaims:
 
     def claim(self, namespace: str, name: str) -> dict[str, Any]:
         if (namespace, name) not in self.claims:
-            raise ClusterError("the API server says 404", hint="it is gone", http=404)
+            raise ClusterError(
+                "the API server answered with status 404", hint="it is gone", http=404
+            )
         return self.claims[namespace, name]
 
 

@@ -195,7 +195,7 @@ def test_an_invalid_server_certificate_is_refused_with_a_hint(
     assert "no answer from the API server" in error.message
     assert words in error.message
     assert "the trusted certificate authority" in error.hint
-    assert "API server says 0" not in str(error)
+    assert "API server answered with status 0" not in str(error)
     assert "\n" not in str(error)
 
 

@@ -143,4 +143,6 @@ def test_an_unknown_form_is_refused(machine: Simulated) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == "burner: unknown form dance; see the head of bench/burner.c\n"
+    assert (
+        done.stderr == "burner: unknown form dance; see the comment at the top of bench/burner.c\n"
+    )

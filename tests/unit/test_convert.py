@@ -126,8 +126,8 @@ def test_memory_with_a_unit_does_not_become_a_claim_for_exbibytes() -> None:
     result = convert(text)
     assert [str(note) for note in result.notes] == [
         (
-            "Pod p: lost: nvidia.com/gpumem: '8Gi' is 8589934592 MiB, which no GPU has: it is counted"
-            " in MiB; the container stays as it was"
+            "Pod p: lost: nvidia.com/gpumem: '8Gi' is 8589934592 MiB, which no GPU has: this resource"
+            " is counted in MiB; the container was left unchanged"
         )
     ]
     assert "ResourceClaimTemplate" not in result.text
@@ -423,7 +423,7 @@ def test_a_kind_that_is_not_a_string_is_passed_through_and_noted(
     printed = capsys.readouterr()
     assert printed.out.endswith("kind: [ResourceQuota]\nspec: {hard: {nvidia.com/gpu: 3}}\n")
     assert printed.err == (
-        "['ResourceQuota'] ?: lost: nvidia.com/gpu: it stays as it was in .spec.hard, "
+        "['ResourceQuota'] ?: lost: nvidia.com/gpu: it was left unchanged in .spec.hard, "
         "which is not a container's limit in a known kind of workload\n"
     )
 

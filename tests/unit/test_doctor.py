@@ -199,7 +199,7 @@ def test_commands_time_out_and_do_not_get_the_callers_environment(
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere")
     assert "elsewhere" not in run_command(["env"])
     for command, said in (
-        (["sh", "-c", "echo out of order >&2; exit 3"], "sh ended with status 3: out of order"),
+        (["sh", "-c", "echo out of order >&2; exit 3"], "sh exited with status 3: out of order"),
         (["/nonexistent/engine"], "engine cannot be run: No such file or directory"),
     ):
         with pytest.raises(UnseenError, match=said):

@@ -71,7 +71,7 @@ def test_other_handlers_that_keep_cri_o_from_starting_have_their_own_remedy(
         f"{CONF_D}/99.conf", handler("nvidia", runtime_path="/usr/bin/nvidia-container-runtime")
     )
     [line] = host.check("crio.configuration")
-    assert line.endswith("-> install conmon, or correct monitor_path of the handler nvidia")
+    assert line.endswith("-> install conmon, or correct the monitor_path of the handler nvidia")
     host.put(f"{CONF_D}/99.conf", '[crio.runtime]\ndefault_runtime = "kata"\n')
     assert host.check("crio.configuration") == [
         (

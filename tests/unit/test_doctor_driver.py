@@ -89,7 +89,7 @@ def test_links_in_dev_char_matter_to_systemd(host: Host) -> None:
     assert host.check("driver.links") == ["ok: /dev/char has links to the device nodes"]
 
 
-CLOSED = "wrong: GPU 0 has the compute mode"
+CLOSED = "wrong: GPU 0 is in compute mode"
 
 
 @pytest.mark.parametrize(

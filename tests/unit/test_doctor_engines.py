@@ -69,7 +69,7 @@ def test_a_container_that_asks_by_a_label_is_named(host: Host) -> None:
     host.program("usr/bin/docker", "one\t\ntrain-1\tx=1,tidegate.gpu/memory=4Gi,y=2\n")
     (said,) = host.check("docker.labels")
     assert said.startswith(
-        "warning: Docker's container train-1 has the label tidegate.gpu/memory, which no runtime"
+        "warning: Docker container train-1 has the label tidegate.gpu/memory, which no runtime"
     )
     assert "annotations: in the compose file" in said
 
@@ -86,7 +86,7 @@ def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
     assert host.check("docker.version") == ["ok: Docker version 26.1.5+dfsg1, build a72d7cd"]
     set_running(host, Runtimes={"runc": {"path": "runc"}, "tidegate": {"path": RUNTIME}})
     assert host.check("docker.runtime") == right
-    assert host.check("docker.version") == ["ok: dockerd 26.1.5 runs"]
+    assert host.check("docker.version") == ["ok: dockerd 26.1.5 is running"]
     host.json("etc/docker/daemon.json", {})
     assert host.check("docker.runtime") == [
         *right,
@@ -168,7 +168,7 @@ def test_docker_before_24_is_a_warning_because_it_lacks_annotations(host: Host) 
     host.commands["dockerd"] = "Docker version 20.10.24+dfsg1, build 297e128\n"
     assert host.check("docker.version") == [
         (
-            "warning: Docker version 20.10.24+dfsg1, build 297e128: docker run --annotation came with 24.0"
+            "warning: Docker version 20.10.24+dfsg1, build 297e128: docker run --annotation was introduced in 24.0"
             " -> install Docker 24 or newer, or write `environment allow` to /etc/tidegate/runtime"
         )
     ]
@@ -176,7 +176,7 @@ def test_docker_before_24_is_a_warning_because_it_lacks_annotations(host: Host) 
     assert host.check("docker.version")[0].startswith("note: Docker version 20.10.24")
     host.remove("etc/tidegate/runtime")
     set_running(host, "23.0.6")
-    assert host.check("docker.version")[0].startswith("warning: dockerd 23.0.6 runs: ")
+    assert host.check("docker.version")[0].startswith("warning: dockerd 23.0.6 is running: ")
     set_running(host, "24.0.0")
     assert state(host.check("docker.version")) == ["ok"]
 
@@ -291,7 +291,7 @@ def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
     )
     hook = {"path": HOOK, "args": ["tidegate-hook", "createRuntime"], "env": ["PATH=/usr/bin"]}
     host.json(spec, {"hooks": {"createRuntime": [hook]}})
-    assert host.check("containerd.handler") == [f"ok: {what}, by /{spec}, {HOOK}"]
+    assert host.check("containerd.handler") == [f"ok: {what}, base spec /{spec}: {HOOK}"]
     host.json(spec, {"hooks": {"createRuntime": [{**hook, "env": []}]}})
     assert "a hook has no env" in host.check("containerd.handler")[1]
     host.json(spec, {"hooks": {"createRuntime": [{"path": "/usr/bin/other"}]}})
@@ -362,7 +362,7 @@ def test_hooks_of_tidegate_that_run_are_ok(host: Host) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"version": "0.1.0"}, f"wrong: /{LOCAL} has version '0.1.0', but only 1.0.0 is known"),
+        ({"version": "0.1.0"}, f"wrong: /{LOCAL} has version '0.1.0', but only 1.0.0 is supported"),
         ({"hook": {"path": "tidegate-hook"}}, f"wrong: /{LOCAL}: hook.path is 'tidegate-hook'"),
         (
             {"hook": {"path": "/opt/tidegate-hook", "env": ["A=b"]}},
@@ -670,7 +670,7 @@ def test_the_remedy_for_docker_distinguishes_its_file_and_its_command_line(host:
 
 
 def test_nvidias_hook_is_a_warning(host: Host) -> None:
-    assert host.check("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
+    assert host.check("nvidia.hook") == ["ok: no hook directory contains NVIDIA's hook"]
     path = "usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
     host.json(path, hook_file(hook={"path": "/usr/bin/nvidia-container-runtime-hook"}))
     assert host.check("nvidia.hook")[0].startswith(f"warning: /{path} is NVIDIA's hook: ")

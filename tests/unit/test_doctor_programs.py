@@ -26,7 +26,7 @@ def host(tmp_path: Path) -> Host:
 
 
 RIGHT = ["ok: the hook /usr/bin/tidegate-hook", "ok: the wrapper runtime /usr/bin/tidegate-runtime"]
-EVERYBODY = "wrong: the hook /usr/bin/tidegate-hook runs as root, and "
+EVERYBODY = "wrong: the hook /usr/bin/tidegate-hook runs as root, but "
 
 
 def test_programs_that_only_root_can_change_are_ok(host: Host) -> None:
@@ -212,11 +212,11 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     )
     drop_in.chmod(0o644)
     drop_in.parent.chmod(0o777)
-    assert "and /etc/tidegate/config.d has mode 0777" in host.check("files.owners")[0]
+    assert "but /etc/tidegate/config.d has mode 0777" in host.check("files.owners")[0]
     drop_in.parent.chmod(0o755)
     (host.root / "etc/tidegate/config.yaml").chmod(0o666)
     assert host.check("files.owners")[0].startswith(
-        "wrong: root relies on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
+        "wrong: root relies on /etc/tidegate/config.yaml, but /etc/tidegate/config.yaml has mode 0666"
     )
 
 

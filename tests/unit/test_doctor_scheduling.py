@@ -58,7 +58,7 @@ def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         found = find(monkeypatch, scheduling, [GRANTS], AT_ONCE)
         assert found == [
-            "note: class latency of 1 container(s) (c1) has no effect, because grants divide the GPU's time"
+            "note: class latency has no effect for 1 container(s) (c1), because grants divide the GPU's time"
         ]
         (finding,) = service.scheduling(ExaminedNode(config=Config(scheduling=scheduling)))
         assert finding.remedy == remedy

@@ -183,7 +183,8 @@ def test_gpus_are_opened_on_each_branch(branch, nodes):
 
 def test_an_older_branch_is_refused_before_anything_is_opened():
     with pytest.raises(
-        DriverCallError, match="branch 470, but its calls are known only from 515 on"
+        DriverCallError,
+        match="from branch 470, but Tidegate knows its calls only from branch 515 onwards",
     ):
         DriverClient(470, path="/nowhere")
 

@@ -94,8 +94,8 @@ def test_moves_of_memory_are_shown_on_request_and_failures_always(
     stays = {
         **about,
         "event": "container-not-parked",
-        "message": "its work does not end, and other containers wait for its memory",
-        "hint": "set tidegate.gpu/parking to never if it always works like this",
+        "message": "its work does not end, and other containers are waiting for its memory",
+        "hint": "set tidegate.gpu/parking to never if it always behaves like this",
         "level": "warning",
     }
     governor = put(
@@ -107,7 +107,7 @@ def test_moves_of_memory_are_shown_on_request_and_failures_always(
     [failure] = run(capsys, "--log", governor)
     assert failure == (
         f"{'t':24} governor container-not-parked 77aa: its work does not end, and other containers"
-        " wait for its memory; set tidegate.gpu/parking to never if it always works like this"
+        " are waiting for its memory; set tidegate.gpu/parking to never if it always behaves like this"
     )
     assert run(capsys, "--log", governor, "--container", "77", "--all") == [
         f"{'t':24} governor container-parked 77aa: memory 1073741824, seconds 0.35",
@@ -138,10 +138,10 @@ def test_the_absence_of_failures_is_reported(
     hook = put(tmp_path / "hook.log", PREPARED)
     assert cli.main(["events", "--log", str(hook), "--container", "77"]) == 0
     out, error = capsys.readouterr()
-    assert (out, error) == ("", f"no failure of 77 in {hook}\n")
+    assert (out, error) == ("", f"no failures for 77 in {hook}\n")
     assert cli.main(["events", "--log", str(hook), "--container", "web"]) == 0
     assert capsys.readouterr().err == (
-        f"no failure of web in {hook}; containers are found by their ids: tidegate ps,"
+        f"no failures for web in {hook}; containers are found by their ids: tidegate ps,"
         " docker ps --all, podman ps --all\n"
     )
 

@@ -380,7 +380,11 @@ def test_a_container_with_gpus_by_name_gets_each_of_them() -> None:
     [
         ({"devices": "0"}, {0, 1}, "names GPU 0, whose node /dev/nvidia2 the container does"),
         ({"count": 2}, {1}, "count is 2, but the container has only /dev/nvidia1"),
-        ({}, {7, 9}, "the container has /dev/nvidia7, /dev/nvidia9, which belongs to no GPU"),
+        (
+            {},
+            {7, 9},
+            "the container has /dev/nvidia7, /dev/nvidia9, but no GPU that this node shares",
+        ),
     ],
 )
 def test_a_gpu_without_its_node_is_refused(

@@ -275,7 +275,7 @@ def test_an_unused_claim_may_change_its_content() -> None:
         ([{**share(), "device": "GPU-none"}], "claim default/train asks for 4096 MiB and 70 % of GPU-none, which this node does not have"),
         ([share(memory=MIB)], "memory is 1Mi, but a process's context alone takes"),
         ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, but that GPU is shared by timeslice"),
-        ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
+        ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "must have the same quota on each of its GPUs"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_claim_and_the_shortage(
@@ -458,7 +458,9 @@ def test_containers_may_use_separate_shares_of_a_claim_but_not_overlapping_ones(
         await world.admit("two", use("a", "y"))
         assert len(world.server.containers) == 2
         with pytest.raises(
-            RefusedError, match=r"share x of claim default/name-a is used by container 'one'"
+            RefusedError,
+            match=r"share x of claim default/name-a is in use by container 'one', whose set of shares"
+            r" differs from this container's",
         ):
             await world.admit("three", use("a", "x", "y"))
         assert sorted(world.ids()) == ["one", "two"]

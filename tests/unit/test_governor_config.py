@@ -146,8 +146,8 @@ def test_an_invalid_file_yields_one_line_that_names_the_option(text: str, names_
         (
             "memory_reserve: 1G",
             (
-                "node.yaml: memory_reserve is '1G', but must be bytes or a whole number with Ki,"
-                " Mi, Gi or Ti; write it like 512Mi"
+                "node.yaml: memory_reserve is '1G', but must be a number of bytes, or a whole number"
+                " followed by Ki, Mi, Gi or Ti; write, for example, 512Mi"
             ),
         ),
     ],
@@ -314,7 +314,7 @@ def test_an_error_names_the_file_that_has_it(tmp_path: Path) -> None:
         ("placement: pack\nplacement: spread\n", "line 2: placement is given twice"),
         ("defaults: {compute: 1, compute: 2}", "line 1: compute is given twice"),
         ("gpus: {0: {strategy: mps}, '0': {strategy: mps}}", "line 1: 0 is given twice"),
-        ("a: &a [x]\nplacement: *a\n", "line 2: an alias is not accepted"),
+        ("a: &a [x]\nplacement: *a\n", "line 2: aliases are not accepted"),
         ("[" * 100_000, "not YAML"),
         ("placement: !!timestamp x", "not YAML"),
         ("placement: !!int ''", "not YAML"),
@@ -333,7 +333,7 @@ def test_harmful_or_ambiguous_yaml_is_refused(text: str, says: str) -> None:
 
 def test_aliases_of_aliases_take_neither_time_nor_memory() -> None:
     levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(40))
-    with pytest.raises(ConfigError, match="an alias is not accepted"):
+    with pytest.raises(ConfigError, match="aliases are not accepted"):
         parse_config(f"a0: &a0 [x]\n{levels}placement: *a40\n")
 
 
@@ -432,7 +432,7 @@ def test_the_options_for_overbooked_memory_are_parsed() -> None:
         ("memory: {overbook: 0.9}", "memory.overbook: 0.9 is less than the minimum of 1"),
         ("memory: {overbook: 17}", "memory.overbook: 17 is greater than the maximum of 16"),
         ("memory: {overbook: .nan}", "memory.overbook: not a number"),
-        ("memory: {host: much}", "memory.host is 'much', but must be bytes"),
+        ("memory: {host: much}", "memory.host is 'much', but must be a number of bytes"),
         ("memory: {hosts: 1Gi}", "memory.hosts is not an option"),
     ],
 )

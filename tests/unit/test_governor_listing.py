@@ -389,7 +389,8 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
     ):  # fmt: skip
         assert find(wanted, known)["id"] == found
     for wanted, words in (
-        ("ab", "2 containers begin with 'ab'"), ("none", "no container is named 'none'"), ("", "no container is named ''"),
+        ("ab", "2 containers have an id that begins with 'ab'"),
+        ("none", "no container has the id or name 'none'"), ("", "no container has the id or name ''"),
     ):  # fmt: skip
         with pytest.raises(RequestError) as caught:
             find(wanted, known)
@@ -401,7 +402,9 @@ def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
     to the user's container.
     """
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
-    with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
+    with pytest.raises(
+        RequestError, match="2 containers have the name 'abc' or an id that begins with it"
+    ):
         find("abc", known)
     assert find("abc1", known)["id"] == "abc1"
     with pytest.raises(RequestError, match="2 containers are named 'x'"):
@@ -523,11 +526,11 @@ def test_inspect_shows_all_that_is_known(node: GovernorNode) -> None:
         ([0] * N_WAITS, None),
         (
             [9, 0, 1, *[0] * (N_WAITS - 3)],
-            "half of the waits took at most 0.25 ms, 99 % at most 1 ms",
+            "median wait at most 0.25 ms, 99th percentile at most 1 ms",
         ),
         (
             [1, *[0] * (N_WAITS - 2), 2],
-            "half of the waits took longer than 1 s, 99 % longer than 1 s",
+            "median wait longer than 1 s, 99th percentile longer than 1 s",
         ),
     ],
 )
@@ -552,7 +555,7 @@ def test_inspect_shows_where_memory_is_and_what_moving_it_cost(node: GovernorNod
     check("inspect", {**document, "parking": PARKING})
     assert list(inspect._parking_fields(None)) == []
     assert dict(inspect._parking_fields(PARKING)) == {
-        "memory is": "parked: 60 MiB can be parked; 64 MiB of host memory are ready for that",
+        "memory is": "parked: 60 MiB can be parked; 64 MiB of host memory is ready for that",
         "moved": "300 MiB in 2.0 s, parked 1 time; calls waited 1.5 s for it",
     }
     more = {**PARKING, "residency": "resident", "times_parked": 2}

@@ -371,7 +371,7 @@ def test_a_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyPat
         node.step()
         new = container("new", 20, parks=False)
         node.containers["new"] = new
-        with pytest.raises(RefusedError, match="10240 MiB of memory are held by containers"):
+        with pytest.raises(RefusedError, match="10240 MiB of memory is held by containers"):
             await node.parker.make_room(new)
         await node.parker.make_room(container("elsewhere", 20, parks=False, devices=(SECOND,)))
 

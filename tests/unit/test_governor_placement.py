@@ -254,21 +254,21 @@ def test_the_example_of_the_manual_holds(
         pytest.param(
             [(10, 50), (12, 20), (14, 90)], {"memory": "8Gi", "compute": 30},
             "none of the 3 GPUs has room: GPU 0 has 5632 MiB of memory left to grant, but 8192 MiB "
-            "was requested (2560 MiB short), 2 others are short by as much or more, although all GPUs together have "
+            "was requested (2560 MiB short), and 2 others are short by as much or more, although all GPUs together have "
             "10752 MiB; ask for 5632Mi of memory at most, or wait until a container ends",
             id="memory, in pieces",
         ),
         pytest.param(
             [(2, 90), (2, 60), (2, 100)], {"compute": 50},
             "none of the 3 GPUs has room: GPU 1 has 40 % of its time left to guarantee, but 50 % "
-            "was requested (10 % short), 2 others are short by as much or more, although all GPUs together have 50 %; "
+            "was requested (10 % short), and 2 others are short by as much or more, although all GPUs together have 50 %; "
             "ask for 40 % of the time at most, or wait until a container ends",
             id="time, in pieces",
         ),
         pytest.param(
             [(14, 10), (2, 90)], {"memory": "8Gi", "compute": 50},
             "none of the 2 GPUs has room: GPU 1 has 10 % of its time left to guarantee, but 50 % "
-            "was requested (40 % short), 1 other is short by as much or more, though 1 has the memory and 1 "
+            "was requested (40 % short), and 1 other is short by as much or more, though 1 has the memory and 1 "
             "the time; ask for 1536Mi of memory or 10 % of the time at most, or wait until a "
             "container ends",
             id="one has the memory, another the time",
@@ -303,7 +303,7 @@ def test_the_example_of_the_manual_holds(
         pytest.param(
             [(2, 60)] * 6 + [(2, 10)] * 2, {"compute": 50, "count": 4},
             "4 of 8 GPUs were requested, but 2 have room: GPU 0 has 40 % of its time left to guarantee, but "
-            "50 % was requested (10 % short), 5 others are short by as much or more; "
+            "50 % was requested (10 % short), and 5 others are short by as much or more; "
             "ask for 40 % of the time or 2 GPUs at most, or wait until a container ends",
             id="too few GPUs",
         ),

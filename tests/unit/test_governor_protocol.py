@@ -527,7 +527,7 @@ def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
 
 def test_an_admission_without_a_pidfd_is_refused(governor: GovernorThread) -> None:
     with GovernorClient(governor) as client:
-        assert client.error(ADMIT) == ("request", "admit came without a pidfd")
+        assert client.error(ADMIT) == ("request", "admit was sent without a pidfd")
     assert listed(governor) == []
 
 
@@ -786,7 +786,7 @@ def test_the_command_names_a_container_by_a_prefix_of_its_id(
             0, "abcdef: compute 40 %, limit 40 %, memory 12288 MiB, class throughput"
         )  # fmt: skip
         assert tidegate("ab", "--compute", "40") == (
-            65, "tidegate: 2 containers begin with 'ab'; tidegate ps lists them"
+            65, "tidegate: 2 containers have an id that begins with 'ab'; tidegate ps lists them"
         )  # fmt: skip
         assert tidegate("zz", "--compute", "40")[0] == 65
         assert tidegate("abc", "--compute", "95")[0] == 77

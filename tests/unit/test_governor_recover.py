@@ -590,7 +590,9 @@ def test_a_damaged_grant_page_is_logged_and_replaced(play, capfd, damage) -> Non
         page = open_grant(again.directory / "grant")
         assert pages.read(page, layout.grant_device(0), "grant_device", "memory_limit") == 4 * GIB
         page.close()
-        assert "grant-damaged" in capfd.readouterr().out
+        said = capfd.readouterr().out
+        assert "grant-damaged" in said
+        assert ("users other than its owner may write to it" in said) == (damage is everybodys)
 
     play(scene)
 

@@ -110,8 +110,8 @@ def test_a_reload_reports_when_each_change_takes_effect(
     if Path("/run/systemd/system").is_dir():
         restart = f"systemctl {restart}"
     assert in_force(node) == [
-        "warning: the governor does not use its files' values of hold_launches, on_governor_loss, defaults.memory -> tidegate reload",
-        f"warning: the governor does not use its files' values of quantum_ms, spin_us -> {restart}",
+        "warning: the governor does not use the values of hold_launches, on_governor_loss, defaults.memory in its files -> tidegate reload",
+        f"warning: the governor does not use the values of quantum_ms, spin_us in its files -> {restart}",
     ]
 
     spin = Config().spin_us

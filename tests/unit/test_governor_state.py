@@ -463,7 +463,9 @@ def full(tmp_path: Path) -> Iterator[tuple[State, sqlite3.Connection]]:
 
 def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capfd, tmp_path: Path) -> None:
     state, db = full
-    with pytest.raises(StateError, match="cannot be written: database or disk is full; make room"):
+    with pytest.raises(
+        StateError, match="cannot be written: database or disk is full; free disk space"
+    ):
         [state.put(row(number)) for number in range(1, 1000)]
     admitted = len(state.containers) - 1
     assert set(state.containers) == {row(number).key for number in range(admitted + 1)}
@@ -542,7 +544,7 @@ def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "governor.sock"
     with listening(path) as first:
         path.unlink()
-        with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+        with pytest.raises(GovernorError, match="another governor is running in"), listening(path):
             pass
         assert not path.exists()
         assert first.fileno() >= 0
@@ -594,7 +596,10 @@ def test_a_governor_that_answers_excludes_another_even_without_the_lock(tmp_path
         old.bind(str(path))
         old.listen(0)
         for _ in range(3):  # the last one finds a full queue
-            with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+            with (
+                pytest.raises(GovernorError, match="another governor is running in"),
+                listening(path),
+            ):
                 pass
         assert path.exists()
     with listening(path):  # the socket that is left does not answer
@@ -630,7 +635,10 @@ def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> N
         with listening(path, lock) as second, socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
             second.accept()[0].close()
-            with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+            with (
+                pytest.raises(GovernorError, match="another governor is running in"),
+                listening(path),
+            ):
                 pass
         with listening(path):  # the lock was released as well
             pass

@@ -161,7 +161,9 @@ def test_a_libcuda_without_the_calls_is_an_error_that_changes_nothing(tmp_path: 
     assert "cannot open shared object file" in error["error"]
     undone, error = run_work("libc.so.6", "suspend", "1")
     assert undone == {"undone": True}
-    assert error == {"error": "the driver has no checkpoint calls, which came with version 570"}
+    assert error == {
+        "error": "the driver has no checkpoint calls, which were introduced in version 570"
+    }
 
 
 # The governor's part
@@ -232,7 +234,9 @@ def test_what_cannot_be_suspended_is_refused(directory: Path, build_dir: Path) -
         )
         it.container.findings.frozen = True
         for op in (it.suspender.suspend, it.suspender.resume):
-            assert await refused(op({"id": "one"})) == "the container is frozen for a violation"
+            assert (
+                await refused(op({"id": "one"})) == "the container is frozen because of a violation"
+            )
         it.container.findings.frozen = False
         assert await refused(it.suspender.resume({"id": "one"})) == "the container is not suspended"
         it.container._mps = SimpleNamespace(describe=lambda: None, unlink=lambda _: None)

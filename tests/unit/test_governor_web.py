@@ -360,7 +360,9 @@ def test_a_request_for_another_host_name_is_refused(
         for target in ("/", "/api/v1/state", "/api/v1/history"):
             status, _, body = await get(world, target, head)
             assert status.startswith("421 ")
-            assert body == b"421 Misdirected Request; ask for localhost, 127.0.0.1 or [::1]\n"
+            assert (
+                body == b"421 Misdirected Request; use localhost, 127.0.0.1 or [::1] as the host\n"
+            )
 
     play(scene)
 

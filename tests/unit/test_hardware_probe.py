@@ -74,7 +74,7 @@ def run_probe(
         try:
             probe(*where, partial(next, looks), is_ending)
         except NotProbedError as e:
-            if n == N_TRIES or "had to wait for a CPU" not in str(e):
+            if n == N_TRIES or "the test's worker processes had to wait for a CPU" not in str(e):
                 raise
         else:
             return
@@ -102,11 +102,11 @@ def test_calls_that_work_pass_and_leave_nothing(gpu: SimpleNamespace) -> None:
         ("find", [], "the channels of a process were not found"),
         ("switch", None, "a process that was switched off continued to work"),
         ("set_slice", None, "time slices of 8 to 1 had no effect: 60 ms of work took "),
-        ("used_ns", {}, "the trace shows 0 ms of 160"),
+        ("used_ns", {}, "the trace shows only 0 ms of 160 ms of work"),
         (
             "used_ns",
             {2**31: 160_000_000},
-            "the trace has other PIDs: run the governor in the host's PID namespace",
+            "the trace has the PIDs of another namespace: run the governor in the host's PID namespace",
         ),
     ],
 )
@@ -119,9 +119,14 @@ def test_a_call_without_an_effect_is_found(
 
 
 def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) -> None:
-    with pytest.raises(NotProbedError, match=r"cannot work on it: CUDA has no GPU GPU-0{8}-"):
+    with pytest.raises(
+        NotProbedError,
+        match=r"a worker process of the test cannot use the GPU: CUDA has no GPU GPU-0{8}-",
+    ):
         run_probe(gpu, uuid="GPU-00000000-0000-0000-0000-000000000000")
-    with pytest.raises(NotProbedError, match=r"cannot work on it: .*libnone"):
+    with pytest.raises(
+        NotProbedError, match=r"a worker process of the test cannot use the GPU: .*libnone"
+    ):
         run_probe(gpu, library="/nowhere/libnone.so")
 
 
@@ -153,7 +158,7 @@ def test_nothing_is_concluded_if_the_processes_were_ended(
             time.sleep(0.1)
             raise error
 
-    with pytest.raises(NotProbedError, match="a process that works on it has ended"):
+    with pytest.raises(NotProbedError, match="a worker process of the test has ended"):
         run_probe(gpu, Ending())
 
 
@@ -321,12 +326,16 @@ def test_a_gpu_that_cannot_be_tested_is_steered_only_if_the_configuration_says_s
     node: Openings, scheduling: str
 ) -> None:
     def expect(reason: str) -> str:
-        untested = f"whether it can be steered was not tested: {reason}"
+        untested = f"the test of whether it can be steered was not completed: {reason}"
         return "steered" if scheduling == "hardware" else untested
 
     assert node.try_open(scheduling, BUSY) == expect("other processes use it")
-    node.result = NotProbedError("a process cannot work on it: cuInit answers 2")
-    assert node.try_open(scheduling) == expect("a process cannot work on it: cuInit answers 2")
+    node.result = NotProbedError(
+        "a worker process of the test cannot use the GPU: cuInit answers 2"
+    )
+    assert node.try_open(scheduling) == expect(
+        "a worker process of the test cannot use the GPU: cuInit answers 2"
+    )
     node.result = NvmlError("the processes on it are not known", hint="none")
     assert node.try_open(scheduling) == expect("the processes on it are not known")
     assert not list(node.state.iterdir())

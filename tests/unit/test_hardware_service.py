@@ -220,7 +220,7 @@ def test_two_governors_do_not_steer_one_gpu(
         first = RemoteHardware(node.uuid, path)
         with monkeypatch.context() as patch:
             patch.setattr(service, "BUSY_S", 0.2)
-            with pytest.raises(OSError, match="another governor steers this GPU"):
+            with pytest.raises(OSError, match="another governor is steering this GPU"):
                 RemoteHardware(node.uuid, path)
         first.close()
         RemoteHardware(node.uuid, path).close()

@@ -118,6 +118,19 @@ def test_an_invalid_entry_of_the_hook_is_refused(words: tuple[str, ...]) -> None
         find_claims(document(claimed(), entry(*words)), OWN)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--timeout", "soon"),
+        ("--timeout", "0"),
+        ("--log", ""),
+    ],
+)
+def test_the_invalid_value_of_an_option_is_named(option: str, value: str) -> None:
+    with pytest.raises(InternalError, match=f"^option {option} has the invalid value '{value}'"):
+        parse_arguments([f"{option}={value}", "prestart"])
+
+
 def test_claim_and_share_are_parsed() -> None:
     options = parse_arguments(["--log", "/x", f"--claim={UID}", "--share", "gpu/0", "prestart"])
     assert (options.claim, options.share, options.stage) == (UID, "gpu/0", "prestart")

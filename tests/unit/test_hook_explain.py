@@ -81,7 +81,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         "  compute-limit 60 %: idle time is lent up to this limit",
         "  devices       1, chosen by the governor",
         "  class         throughput",
-        "  parking       allowed: this node grants no more memory than its GPUs have",
+        "  parking       allowed, but never needed: this node grants no more memory than its GPUs have",
         "  strategy      auto",
         "  capabilities  compute, utility",
         "  driver        required",
@@ -112,7 +112,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
     [
         (
             "{}", ["count=1"],
-            ["memory        not given, and this node has no default: it would be refused",
+            ["memory        not given, and this node has no default: the container would be refused",
              "compute       1 % of each GPU's time, guaranteed, the node's default",
              "compute-limit 100 %, the node's default: idle time is lent up to this limit"],
         ),
@@ -353,7 +353,7 @@ def test_a_container_with_a_claim_gets_its_quota_from_the_claim(
     assert cli.main(["explain", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
-        "claims 4c6e determine how much of which GPU it gets: tidegate claims shows them",
+        "claims 4c6e determine which GPUs it gets and how much of each: tidegate claims shows them",
         "request",
         "  capabilities  compute, utility",
         "  driver        required",

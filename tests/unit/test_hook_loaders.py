@@ -158,7 +158,9 @@ def test_musl_and_a_missing_loader_are_named(arm: ArmImage) -> None:
 
 
 def test_a_machine_other_than_x86_64_and_aarch64_is_refused(arm: ArmImage) -> None:
-    with pytest.raises(ImageError, match="riscv64 are not supported, only x86_64 and aarch64"):
+    with pytest.raises(
+        ImageError, match="for riscv64 are not supported, only those for x86_64 and aarch64"
+    ):
         inspect_image(arm.rootfd, arm.procfd, "riscv64")
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import oci_hook.image
 from oci_hook import ldcache
+from oci_hook.apply import Applier, CreatedContainer, Undo
 from oci_hook.client import Grant
 from oci_hook.errors import (
     BundleError,
@@ -242,8 +243,35 @@ def test_a_cache_that_already_has_the_entries_is_not_written() -> None:
     )
     operation = plan_cache(cache_of(), leads)
     assert isinstance(operation, WriteCache)
-    assert (operation.strays, operation.compat32, operation.added) == ((), False, 2)
+    assert (operation.strays, operation.by_cache, operation.added) == ((), "", 2)
     assert plan_cache(operation.content, leads) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (ldcache.FLAGS_I386, "the driver's 32-bit libraries"),
+        (ldcache.FLAGS_AARCH64, "the driver's libraries"),
+    ],
+)
+def test_a_cache_that_is_needed_but_cannot_be_written_is_an_error(
+    tmp_path: Path, flags: int, what: str
+) -> None:
+    """The image has no /etc any more. The error names the libraries that the cache was to lead to."""
+    operation = plan_cache(cache_of(), (CacheMapping(TARGET, ("liba.so.1",), flags, True),))
+    assert operation is not None
+    rootfd, procfd = (os.open(p, os.O_PATH | os.O_DIRECTORY) for p in (tmp_path, "/proc"))
+    container = CreatedContainer.__new__(CreatedContainer)
+    container.procfd = procfd
+    applier = Applier(container, rootfd, Undo(), {})
+    with pytest.raises(ImageError) as caught:
+        applier.execute(operation, -1)
+    os.close(rootfd)
+    os.close(procfd)
+    assert caught.value.line() == (
+        f"tidegate: /etc/ld.so.cache in the image does not lead to {what} and cannot be replaced"
+        " (No such file or directory); use a root file system that the runtime can write to"
+    )
 
 
 @pytest.mark.parametrize("cache", [None, b"", b"no cache", b"\x7fELF" * 100])
@@ -262,11 +290,14 @@ def test_a_damaged_cache_matters_only_if_it_names_driver_libraries() -> None:
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (None, "the image has no ld.so.cache"),
-        (b"no cache", "the image has no ld.so.cache"),
+        (
+            None,
+            "the image has no ld.so.cache, and the driver's 32-bit libraries are found only through it",
+        ),
+        (b"no cache", "the image has no ld.so.cache, and"),
         (
             ldcache.NEW_MAGIC + b"\xff" * 60,
-            "is damaged .*, but 32-bit libraries are found through it",
+            "is damaged .*, but the driver's 32-bit libraries are found through it",
         ),
         (ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0), "a format from before glibc 2.2"),
     ],
@@ -366,7 +397,8 @@ def test_the_cache_maps_each_word_size_to_its_own_directory() -> None:
     plan = plan_of("compat32", "display", image=image_of(cache)._replace(target32=TARGET32))
     write = plan.operations[-1]
     assert isinstance(write, WriteCache)
-    assert (write.strays, write.compat32) == (("/old/libGLX_nvidia.so.0",), True)
+    assert write.strays == ("/old/libGLX_nvidia.so.0",)
+    assert write.by_cache == "the driver's 32-bit libraries"
     after = ldcache.parse(write.content)
     assert after is not None
     assert [(e.flags, e.path.decode()) for e in after.entries if b"GLX" in e.soname] == [
@@ -713,6 +745,14 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: dict[str, object]
         read_manifest(str(tmp_path / "drivers"))
 
 
+def test_only_missing_and_unknown_members_of_a_manifest_are_listed() -> None:
+    """A set may have 32-bit libraries, so their members are not listed."""
+    entry = {**SET, "lib32": "lib32", "names32": [], "odd": 1}
+    del entry["lib64"]
+    with pytest.raises(ValueError, match=r"^missing or unexpected members: \['lib64', 'odd'\]$"):
+        changed(sets=[entry])
+
+
 def lock_of_another_process(directory: Path) -> bool:
     """Return whether another process could lock a generation exclusively, as `tidegate gc` does."""
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -772,7 +812,9 @@ def wait_for_a_waiter(directory: Path) -> None:
 def test_a_link_to_a_missing_generation_is_an_error(tmp_path: Path) -> None:
     make_node(tmp_path)
     (tmp_path / "drivers" / f"{V}-0123456789ab").rename(tmp_path / "trash")
-    with pytest.raises(MirrorMismatchError, match="which is gone"):
+    with pytest.raises(
+        MirrorMismatchError, match=r"/current points to /.*, which no longer exists"
+    ):
         read_manifest(str(tmp_path / "drivers"))
 
 

@@ -220,7 +220,7 @@ def test_the_default_handlers_base_spec_is_named_where_it_has_one(root, capsys, 
     runc = f"[plugins.'{V3}'.containerd.runtimes.runc]\nbase_runtime_spec = '{spec}'\n"
     put(root, CONFIG, "version = 4\n" + runc)
     assert setup(root, "containerd") == 0
-    said = "note: the handler has the base_runtime_spec of runc\n"
+    said = "note: the handler tidegate uses the base_runtime_spec of the handler runc\n"
     assert (said in capsys.readouterr().out) == noted
 
 

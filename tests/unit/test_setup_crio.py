@@ -112,7 +112,7 @@ def test_the_handler_has_the_monitor_and_the_runtime_of_the_packages(packaged, c
 
 
 def test_a_node_without_cri_o_gets_a_note(packaged, capsys):
-    note = "note: CRI-O is not installed: the new files are unchecked"
+    note = "note: CRI-O is not installed, so the new files were not checked"
     assert setup(packaged, "crio", "--dry-run") == 0
     assert note not in capsys.readouterr().out
     (packaged / "usr/bin/crio").unlink()
@@ -258,7 +258,7 @@ def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(pa
     line = refused(packaged, capsys)
     assert (
         "CRI-O does not start: the handler tidegate (/etc/crio/crio.conf.d/60-own.conf) names no "
-        "monitor_path, and conmon is not in any program directory; install conmon, or correct "
+        "monitor_path, and conmon is not in any program directory; install conmon, or correct the "
         "monitor_path of the handler tidegate first"
     ) in line
     put(
@@ -286,11 +286,11 @@ def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(pa
         ),
         (
             {f"{CONF_D}/20.conf": '[crio.runtime]\ndefault_runtime = "crun"\n[crio.runtime.runtimes.crun]\n'},
-            "runs crun, which is not in any program directory; install it, or correct runtime_path",
+            "runs crun, which is not in any program directory; install it, or correct the runtime_path",
         ),
         (
             {f"{CONF_D}/20.conf": handler("crun", runtime_path=f"{LIBEXEC}/crun", runtime_type="vm")},
-            "default handler crun has runtime_type vm, which has no OCI runtime; name a handler",
+            "default handler crun has runtime_type vm, which has no OCI runtime; set default_runtime to a handler",
         ),
         (
             {f"{HOOKS_DIR}/x.json": '{"hook": {"path": "/usr/bin/x"}, "stages": ["prestart", "precreate"]}'},
@@ -334,8 +334,8 @@ def test_existing_settings_of_the_wrapper_are_left_alone(packaged, capsys):
     put(packaged, SETTINGS, "runtime-for /run/crun /opt/crun\n")
     assert setup(packaged, "crio") == 0
     assert (
-        f"note: {packaged}{SETTINGS} has the wrapper execute /opt/crun for CRI-O, whose default handler runs "
-        f"{LIBEXEC}/crun: `runtime-for /run/crun {LIBEXEC}/crun` there makes them the same"
+        f"note: {packaged}{SETTINGS} makes the wrapper execute /opt/crun for CRI-O, but CRI-O's default handler "
+        f"runs {LIBEXEC}/crun: write `runtime-for /run/crun {LIBEXEC}/crun` there to make them match"
     ) in capsys.readouterr().out
     put(packaged, SETTINGS, f"# mine\nruntime {LIBEXEC}/crun\nlog /var/log/x")
     assert setup(packaged, "crio", "--undo") == 0

@@ -424,7 +424,7 @@ def test_a_file_that_changes_during_planning_is_not_overwritten(root):
     put(root, "/var/lib/tidegate/state.db", "")
     before = snapshot(root)
     with pytest.raises(
-        SetupError, match="was changed by another program in the meantime; run it again"
+        SetupError, match="was changed by another program in the meantime; run the command again"
     ):
         apply.set_up(Root(str(root)), "docker", [apply.Edit(CONFIG, b"{}", b'{"runtimes": {}}')])
     assert snapshot(root) == before

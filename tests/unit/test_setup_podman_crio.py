@@ -80,7 +80,7 @@ def test_podman_gets_the_files_of_the_package(root, capsys):
     assert setup(root, "podman") == 0
     for path in (PACKAGING / "hooks.d").iterdir():
         assert text(root, f"{HOOKS}/{path.name}") == path.read_text()
-    assert "to do: nothing: Podman reads hooks" in capsys.readouterr().out
+    assert "to do: nothing, because Podman reads the hooks" in capsys.readouterr().out
     second = snapshot(root)
     assert setup(root, "podman") == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -247,8 +247,8 @@ def test_a_hook_that_was_edited_is_not_moved_but_named(root, monkeypatch, capsys
     before = snapshot(root)
     assert setup(root, "podman") == 73
     assert capsys.readouterr().err.endswith(
-        f"{FORMER}/{NAMES[2]} has to move to {root}{HOOKS}, and has been edited since it was written; "
-        "move it there by hand, and run it again\n"
+        f"{FORMER}/{NAMES[2]} must be moved to {root}{HOOKS}, but has been edited since setup wrote it; "
+        "move it there by hand, and run the command again\n"
     )
     assert snapshot(root) == before
     (root / HOOKS.lstrip("/")).mkdir(parents=True)
@@ -264,7 +264,7 @@ def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatc
     assert setup(root, "podman") == 73
     assert capsys.readouterr().err.endswith(
         f"{CONF} makes Podman read hooks from /usr/share/containers/oci/hooks.d, {FORMER}; "
-        f'write "{HOOKS}" instead of "{FORMER}" to hooks_dir there, and run it again\n'
+        f'write "{HOOKS}" instead of "{FORMER}" to hooks_dir there, and run the command again\n'
     )
     assert snapshot(root) == before
     put(root, CONF, text(root, CONF).replace(FORMER, HOOKS))
@@ -290,7 +290,7 @@ def test_a_hooks_directory_from_an_option_remains_in_use(root):
 def test_buildah_never_finds_the_stage_precreate(root, capsys, directory):
     before = snapshot(root)
     assert setup(root, "podman", "--hooks-dir", directory) == 73
-    assert "Buildah reads hooks from" in capsys.readouterr().err
+    assert "Buildah also reads hooks from" in capsys.readouterr().err
     assert snapshot(root) == before
 
 
@@ -300,7 +300,7 @@ def test_buildah_finds_no_hook_of_ours_through_a_link(root, capsys):
     (root / FORMER.lstrip("/")).symlink_to(HOOKS)
     before = snapshot(root)
     assert setup(root, "podman") == 73
-    assert "Buildah reads hooks from" in capsys.readouterr().err
+    assert "Buildah also reads hooks from" in capsys.readouterr().err
     assert snapshot(root) == before
 
 
@@ -312,7 +312,7 @@ def test_a_directory_that_others_cannot_read_is_refused(root, capsys):
         (root / path).chmod(mode)
         before = snapshot(root)
         assert setup(root, "podman") == 73
-        assert f"{root}/{path} is closed to other users, whose Podman" in capsys.readouterr().err
+        assert f"other users cannot read {root}/{path}, so their Podman" in capsys.readouterr().err
         assert snapshot(root) == before
         (root / path).chmod(0o755)
     assert setup(root, "podman") == 0
@@ -411,7 +411,7 @@ def test_broken_containers_conf_is_refused(root, capsys):
 def test_cri_o_never_finds_the_stage_precreate(root, capsys):
     put(root, "/etc/crio/crio.conf", f'[crio.runtime]\nhooks_dir = ["{HOOKS}"]\n')
     assert setup(root, "podman") == 73
-    assert "does not start with the stage precreate" in capsys.readouterr().err
+    assert "does not start if one of the hooks has the stage precreate" in capsys.readouterr().err
     put(
         root,
         "/etc/crio/crio.conf.d/99.conf",
@@ -449,6 +449,6 @@ def test_files_of_an_engine_that_is_not_installed_are_reported_as_unchecked(
     monkeypatch.setattr("shutil.which", lambda _: None)
     edits: Any = ["an edit"]
     assert validate(Root("/"), Validation(("podman", "--help")), edits) == [
-        "podman is not installed: the new files are unchecked"
+        "podman is not installed, so the new files were not checked"
     ]
     assert validate(Root("/"), Validation(("podman", "--help")), []) == []

@@ -356,7 +356,10 @@ def test_forward_compatibility_libraries_alone_do_not_compete(tmp_path):
 
 def test_a_driver_without_one_of_its_libraries_is_an_error_that_names_it(tmp_path):
     put(tmp_path / DEBIAN / f"libcuda.so.{V}", elf("libcuda.so.1"))
-    with pytest.raises(DriverError, match=rf"stands alone: no libnvidia-ml\.so\.{V}"):
+    with pytest.raises(
+        DriverError,
+        match=rf"has no counterpart: libnvidia-ml\.so\.{V} is in none of the directories",
+    ):
         find_driver(tmp_path)
 
 
@@ -400,7 +403,7 @@ def test_a_damaged_library_is_reported_even_if_the_other_class_is_intact(tmp_pat
 def test_a_64_bit_driver_is_not_completed_by_32_bit_libraries(tmp_path):
     put(tmp_path / DEBIAN / f"libcuda.so.{V}", elf("libcuda.so.1"))
     put(tmp_path / f"usr/lib/i386-linux-gnu/libnvidia-ml.so.{V}", elf("libnvidia-ml.so.1", bits=32))
-    with pytest.raises(DriverError, match=r"stands alone: no 64-bit libnvidia-ml\.so"):
+    with pytest.raises(DriverError, match=r"has no counterpart: 64-bit libnvidia-ml\.so"):
         find_driver(tmp_path)
 
 

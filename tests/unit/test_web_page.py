@@ -144,7 +144,7 @@ def test_the_page_stays_up_to_date_and_starts_afresh_with_a_new_governor(
     served.step((one, 5.0))
     page.evaluate("refresh()")
     page.wait(f"{ROWS}[0].innerText.includes('used 5.0')")
-    assert words(page, "#status") == "Up to date, every 5 seconds"
+    assert words(page, "#status") == "Up to date; refreshed every 5 seconds"
     # There are as many steps as the page knows, but they are from another governor.
     served.stop()
     served.start(anew=True)
@@ -162,7 +162,7 @@ def test_a_container_that_ended_is_shown_while_it_is_within_the_chosen_period(
     served.step((one, 40.0), times=13)
     open_page(page, served, 2)
     assert "ended " in row(page, 2)
-    assert "in the 10 s for which it ran" in row(page, 2)
+    assert "in the 10 s during which it ran" in row(page, 2)
     assert "used 10.0 %" in row(page, 2)
     page.evaluate("document.querySelector('input[value=\"60\"]').click()")
     page.wait(f"{ROWS}.length === 1")
@@ -308,7 +308,7 @@ def test_refusals_and_violations_are_shown_with_their_reasons(
     assert events.index("too-large") < events.index("5120 MiB") < events.index("87 %")
     assert "violation: memory, since " in row(page, 1)
     assert "violation: compute, " in row(page, 1)
-    assert "frozen for a violation" in row(page, 1)
+    assert "frozen because of a violation" in row(page, 1)
     assert "It does not answer, and no part of it is granted: GPU is lost" in words(page, ".gpu")
 
 

@@ -49,7 +49,7 @@ complete -c tidegate-governor -f
 
 complete -c tidegate-governor -n _shtab_tidegate_governor_using -s h -l help -d 'show this help message and exit'
 complete -c tidegate-governor -n _shtab_tidegate_governor_using -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration file (/etc/tidegate/config.yaml)'
-complete -c tidegate-governor -n _shtab_tidegate_governor_using -l runtime-dir -xka "(__fish_complete_directories)" -d 'instead of the configuration'"'"'s'
-complete -c tidegate-governor -n _shtab_tidegate_governor_using -l state-dir -xka "(__fish_complete_directories)" -d 'instead of the configuration'"'"'s'
-complete -c tidegate-governor -n _shtab_tidegate_governor_using -l driver-dir -xka "(__fish_complete_directories)" -d 'instead of the configuration'"'"'s'
-complete -c tidegate-governor -n _shtab_tidegate_governor_using -l wait -d 'wait for another governor of the same directory to end, and take its place'
+complete -c tidegate-governor -n _shtab_tidegate_governor_using -l runtime-dir -xka "(__fish_complete_directories)" -d 'use this directory instead of the configured one'
+complete -c tidegate-governor -n _shtab_tidegate_governor_using -l state-dir -xka "(__fish_complete_directories)" -d 'use this directory instead of the configured one'
+complete -c tidegate-governor -n _shtab_tidegate_governor_using -l driver-dir -xka "(__fish_complete_directories)" -d 'use this directory instead of the configured one'
+complete -c tidegate-governor -n _shtab_tidegate_governor_using -l wait -d 'wait for another governor in the same directory to end, and take its place'

@@ -399,19 +399,21 @@ def _places(value: object, path: tuple = ()) -> Iterator[tuple]:
         yield from _places(one, (*path, key))
 
 
+@pytest.mark.parametrize(
+    "foreign", [["Pod"], *(pytest.param(v, marks=pytest.mark.slow) for v in ({"a": 1}, 7, None))]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_no_value_of_a_wrong_type_makes_a_conversion_fail(case: str) -> None:
+def test_no_value_of_a_wrong_type_makes_a_conversion_fail(case: str, foreign: object) -> None:
     """Any value that is read may have any type: apiVersion, kind, metadata, a limit, a variable."""
     for document in yaml.safe_load_all((HERE / f"{case}.yaml").read_text()):
         for path in _places(document):
-            for foreign in (["Pod"], {"a": 1}, 7, None):
-                changed = copy.deepcopy(document)
-                holder = changed
-                for key in path[:-1]:
-                    holder = holder[key]
-                holder[path[-1]] = foreign
-                result = convert(json.dumps(changed), ConvertOptions(gpu_mib=81920))
-                assert result.items
+            changed = copy.deepcopy(document)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = foreign
+            result = convert(json.dumps(changed), ConvertOptions(gpu_mib=81920))
+            assert result.items
 
 
 def test_a_kind_that_is_not_a_string_is_passed_through_and_noted(

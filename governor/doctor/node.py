@@ -66,9 +66,9 @@ def run_command(command: Sequence[str]) -> str:
         raise UnseenError(f"{name} cannot be run: {e.strerror}") from e
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:200]
-        raise UnseenError(
-            f"{name} exited with status {done.returncode}" + (f": {said}" * bool(said))
-        )
+        status = done.returncode
+        how = f"exited with status {status}" if status > 0 else f"was killed by signal {-status}"
+        raise UnseenError(f"{name} {how}" + (f": {said}" * bool(said)))
     return done.stdout.decode(errors="replace")
 
 

@@ -200,6 +200,7 @@ def test_commands_time_out_and_do_not_get_the_callers_environment(
     assert "elsewhere" not in run_command(["env"])
     for command, said in (
         (["sh", "-c", "echo out of order >&2; exit 3"], "sh exited with status 3: out of order"),
+        (["sh", "-c", "kill -9 $$"], "sh was killed by signal 9"),
         (["/nonexistent/engine"], "engine cannot be run: No such file or directory"),
     ):
         with pytest.raises(UnseenError, match=said):

@@ -16,7 +16,7 @@ OWN_DRIVER = "own-driver.so"
 
 @dataclass(frozen=True)
 class ArmContainer:
-    """A container of an arm: its shares in percent, and what it runs."""
+    """A container in an arm: its shares in percent, and what it runs."""
 
     compute: int
     unit_us: int = 500
@@ -31,7 +31,7 @@ class ArmContainer:
     form: str = ""
     """Form of a unit (bench/burner.c); empty: one kernel."""
     duty: int = 70
-    """Percentage of the time in which it works, if it works in bursts."""
+    """Percentage of the time in which it computes, if it computes in bursts."""
     processes: int = 1
     """Number of processes in the container, which do the same at the same time."""
     memory: str = "1Gi"
@@ -121,7 +121,7 @@ LOADS = {
     "uneven-some": (90, 70, 50, 30),
     "uneven-much": (100, 100, 20, 20),
 }
-"""Percentage of the time in which each of four containers works."""
+"""Percentage of the time in which each of four containers computes."""
 
 SHAPES = {
     "50us": ArmContainer(30, 50),
@@ -223,8 +223,8 @@ def _arms() -> dict[str, Arm]:
 def _only_hardware() -> dict[str, Arm]:
     """Return arms that only the GPU's own scheduler can run.
 
-    In `around-SHARE`, a program bypasses the control library, and another one does not. In
-    `greedy-LIMIT`, a container of class latency has more work than its cap allows, next to two
+    In `around-SHARE`, a program bypasses the control library, but another one does not. In
+    `greedy-LIMIT`, a container of class latency has more work than its cap allows, alongside two
     others.
     """
     hardware = {"scheduling": "hardware"}

@@ -9,15 +9,15 @@
  * A unit is work of one of these forms, followed by a one-thread kernel that writes %globaltimer
  * into pinned host memory:
  *
- * - burn: a kernel of dependent multiply-adds in every multiprocessor;
+ * - burn: a kernel of dependent multiply-adds on every multiprocessor;
  * - cooperative: the same, launched cooperatively; at its end all blocks wait for each other;
- * - persistent: one block per multiprocessor, which works for the whole unit; this kernel writes
+ * - persistent: one block per multiprocessor, which runs for the whole unit; this kernel writes
  *   64 stamps, and no other kernel follows;
  * - graph: 20 kernels as one CUDA graph;
  * - copy: copies of a block (128 MiB) within the device, and 8 MiB from the host at the same time;
  * - sync: a kernel, and then the host waits for the stream;
  * - sweep: a kernel that reads and writes a block (256 MiB) over and over;
- * - tiny: very short kernels of one block, as many as the host launches in that time.
+ * - tiny: very short kernels of one block, as many as the host launches in a unit's time.
  *
  * The number of iterations (or copies, or launches) is calibrated at the start (for a job alone) or
  * given (so that a governed job does the same work). With --bursts the burner alternates between
@@ -29,8 +29,8 @@
  * With --requests the burner is a service. Requests of --units units (default 20) arrive at random,
  * one every MEAN_US microseconds on average, at times that --seed (default 1) determines, whether
  * or not the earlier requests are done. Each is launched on its arrival or when the previous one
- * has ended, and the host waits for its end. FILE gets records of two u64 in ns: the time from the
- * start to the request's arrival, and the time from its arrival to its end.
+ * has ended, and the host waits for it to end. FILE gets records of two u64 in ns: the time from
+ * the start to the request's arrival, and the time from its arrival to its end.
  *
  * The burner uses the driver API through dlopen, needs no CUDA toolkit, and does not depend on
  * Tidegate. With --driver it loads that file as the driver's library, which may bypass Tidegate's.

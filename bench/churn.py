@@ -1,7 +1,7 @@
 """Measures whether guarantees hold while containers come and go.
 
 `python -m bench.churn` runs a container that always has work, the witness, and starts others with
-random shares and kinds of work beside it. Some of these end on their own; others are killed with
+random shares and kinds of work alongside it. Some of these end on their own; others are killed with
 SIGKILL. With --kills the governor is killed as well, every 20 s. From the stamps of each container
 the program computes the share of GPU time that the container got, and its longest wait for the GPU.
 It writes churn.json.
@@ -77,7 +77,7 @@ divides the GPU until the next governor has taken over."""
 
 @dataclass
 class Visit:
-    """A container of the run."""
+    """A container in the run."""
 
     kind: str
     tenant: ArmContainer

@@ -1,6 +1,6 @@
 """Measures two containers that do not fit on the GPU together, and whose processes are killed.
 
-Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
+Both run bench/oom_stress.c with blocks from cuMemAlloc, so that all of their memory can be parked,
 and take turns on the GPU. During the run, the driver's NVML is read fifty times a second. At the
 end, the memory in use on the GPU and the host's shared memory are compared with those at the start.
 """
@@ -129,7 +129,7 @@ def measure_deaths(node: BenchNode, quota: int, seconds: int, kill_every: int) -
 
 
 def judge_deaths(deaths: Mapping[str, Any]) -> list[str]:
-    """Return the faults of a run, one line each."""
+    """Return the faults in a run, one line each."""
     found = []
     for i, (one, samples) in enumerate(zip(deaths["stress"], deaths["samples"], strict=True)):
         used = list(zip(deaths["times"], samples, strict=True))
@@ -139,7 +139,7 @@ def judge_deaths(deaths: Mapping[str, Any]) -> list[str]:
         if one["wrong"]:
             found.append(f"{one['wrong']} calls failed, first {one['call']}: {one['error']}")
         if not one["refused"]:
-            found.append(f"no allocation of container {i} was refused: its quota was not reached")
+            found.append(f"no allocation by container {i} was refused: its quota was not reached")
         if not 0 <= one["left"] <= GRANULE:
             found.append(f"{one['left']} bytes were left when no more could be allocated")
     if not any(one["residency"] == "parked" for one in deaths["parking"]):

@@ -241,7 +241,7 @@ def come_and_go(node: BenchNode, arm: Arm, _containers: list[Running], start: St
 
 
 def kill_each(node: BenchNode, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
-    """Run containers next to the first, one after another, and kill each at a random time."""
+    """Run containers alongside the first, one after another, and kill each at a random time."""
     draw = random.Random(1)  # noqa: S311
     victims = [start(arm.visitors[0], 600) for _ in range(arm.times)]
     node.wait_ready([one.out / "begin.ready" for one in victims], 240)

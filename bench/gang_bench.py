@@ -60,7 +60,7 @@ def with_visible(spec: dict[str, Any], visible: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GangJob:
-    """A job of gang.py: its form (two processes or one) and its work."""
+    """A job in gang.py: its form (two processes or one) and its work."""
 
     form: str = "processes"
     work: str = "reduce"

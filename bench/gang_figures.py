@@ -1,6 +1,6 @@
 """Computes the figures of bench.gangs from its raw data, and reads nvidia-smi's topology.
 
-Shares are percentages of a GPU; times are in nanoseconds unless a name has another unit.
+Shares are percentages of a GPU; times are in nanoseconds unless a name gives another unit.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def kill_governor(bench: Bench, running: Sequence[Running]) -> list[dict[str, in
 
 
 def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
-    """Run the chosen arms; a failure of one does not affect the next."""
+    """Run the chosen arms; a failure in one does not affect the next."""
     keep["arms"], failures = {}, []
     for name, arm in chosen.items():
         say(f"  arm {name}")

@@ -72,7 +72,7 @@ class Starts:
         return path
 
     def bundle(self, way: str, name: str = "") -> Path:
-        """Make the bundle of one way."""
+        """Make the bundle for one way."""
         directory = self.work / "bundles" / (name or way)
         asks = way.endswith("governed")
         make_bundle(
@@ -135,7 +135,7 @@ class Starts:
 
 
 def measure_ways(starts: Starts, runtime: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each way, round by round."""
+    """Return the milliseconds for each way, round by round."""
     bundles = {way: starts.bundle(way, f"{runtime}-{way}") for way in WAYS}
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS:

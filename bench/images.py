@@ -1,4 +1,4 @@
-"""The images of containers that run the programs of examples/workloads/programs."""
+"""The images of containers that run the programs in examples/workloads/programs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SimulatedImage(Simulated):
 
 
 def bind(source: Path, destination: str) -> dict[str, Any]:
-    """Return a read-only mount of an OCI configuration."""
+    """Return a read-only mount for an OCI configuration."""
     return {
         "destination": destination,
         "type": "bind",
@@ -92,7 +92,7 @@ def bind(source: Path, destination: str) -> dict[str, Any]:
 
 
 def needed_by(files: Sequence[Path]) -> list[Path]:
-    """Return the libraries that ldd finds for files of this machine."""
+    """Return the libraries that ldd finds for files on this machine."""
     done = subprocess.run(
         ["ldd", *map(str, files)], capture_output=True, text=True, check=False
     ).stdout

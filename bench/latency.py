@@ -59,7 +59,7 @@ ROOM = 10
 
 
 class ArmLoad(NamedTuple):
-    """The jobs and services of an arm."""
+    """The jobs and services in an arm."""
 
     n_jobs: int
     mean_us: int
@@ -69,7 +69,7 @@ class ArmLoad(NamedTuple):
     service: str = SERVICE
     n_services: int = 1
     request_us: float = UNITS * UNIT_US
-    """How long a request takes if nothing else runs."""
+    """How long a request takes if nothing else is running."""
     asked: int | None = None
     """Guarantee of the services together, in percent; computed with ROOM if None."""
 
@@ -302,7 +302,7 @@ def label_of(arm: Mapping[str, Any]) -> str:
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of each arm, over all its rounds.
 
-    Times of requests are in ms, the work of each job in percent of that of a job alone. If there
+    Request times are in ms, the work of each job is a percentage of what a job does alone. If there
     are several rounds, the minimum and maximum of the work of all jobs together are added.
     """
     by_label: dict[str, list[Mapping[str, Any]]] = {}
@@ -336,7 +336,7 @@ def show(one: Mapping[str, Any]) -> str:
 
 
 def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, str], ArmLoad, float]:
-    """Return the iterations of each kind of unit, the load with its requests' time, and a rate.
+    """Return the iterations for each kind of unit, the load with its requests' time, and a rate.
 
     The rate is the number of units per second of a job that runs alone.
     """
@@ -439,7 +439,7 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
         mean_ms = load.mean_us / 1000
         title = f"every {mean_ms:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
         print(title, row, flush=True)
-        keep(args.output, report)  # the remaining arms may take long
+        keep(args.output, report)  # the remaining arms may take a long time
 
 
 def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, SharingWay, ArmLoad]]:

@@ -28,7 +28,7 @@ class MachineError(Exception):
 
 
 class Machine(abc.ABC):
-    """The machine of a run: a GPU, its driver, and how a workload is started on it."""
+    """The machine for a run: a GPU, its driver, and how a workload is started on it."""
 
     kind: Literal["simulated", "nvidia"]
     solo_seconds: float
@@ -72,7 +72,7 @@ class Machine(abc.ABC):
 
 
 class Simulated(Machine):
-    """The simulated GPU: device files on a tmpfs, and a small C program on the driver API."""
+    """The simulated GPU: device files on a tmpfs, and a small C program that calls the driver."""
 
     kind = "simulated"
     solo_seconds = 4.0

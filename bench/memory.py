@@ -2,7 +2,7 @@
 
 It runs bench/oom_stress.c in one container: several processes allocate and free memory at random
 in many threads, and some of the processes are killed. No other program uses the GPU. During the
-run, the driver's own NVML is read a hundred times a second: the used memory of the GPU, and the
+run, the driver's own NVML is read a hundred times a second: the memory in use on the GPU, and the
 memory of its processes. Every sample is written to memory.json.
 
 The run fails if
@@ -59,7 +59,7 @@ def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
 
 
 def judge(report: dict[str, Any]) -> list[str]:
-    """Return the faults of a run, one line each."""
+    """Return the faults in a run, one line each."""
     limit, counts = report["limit"], report["oom_stress"]
     most = limit + report["unattributed"] * report["processes"]
     wrong = []

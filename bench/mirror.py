@@ -50,7 +50,7 @@ class GraphicsNode(Nvidia):
         self.gl = gl
 
     def make_rootfs(self, directory: Path) -> None:
-        """Add the mount point of the loaders."""
+        """Add the mount point for the loaders."""
         super().make_rootfs(directory)
         (directory / "gl").mkdir(exist_ok=True)
 

@@ -1,8 +1,8 @@
 """Measures the effect of a client's fatal fault on the other clients of its MPS server.
 
-`python -m bench.mps`, on a node with an NVIDIA GPU: two containers work under the strategy `mps`,
+`python -m bench.mps`, on a node with an NVIDIA GPU: two containers run under the strategy `mps`,
 and a third writes to an unmapped address. The report shows how each container ended, what the
-governor saw, and when a new container could work again. Only the latter two are judged, because a
+governor saw, and when a new container could run again. Only the latter two are judged, because a
 fault ends the other clients by design.
 """
 
@@ -31,7 +31,7 @@ UNIT = "burner-500"
 
 
 def worker(node: BenchNode, name: str, seconds: float) -> Running:
-    """Start a container that works as soon as it can."""
+    """Start a container that computes as soon as it can."""
     arguments = [
         *node.machine.command(UNIT, inside=True),
         "--seconds", str(seconds), "--out", "/out/progress.bin",
@@ -67,7 +67,7 @@ def work_again(node: BenchNode, began: float) -> dict[str, Any]:
 
 
 def measure(node: BenchNode) -> dict[str, Any]:
-    """Make one container cause a fault while others work."""
+    """Make one container cause a fault while others are running."""
     others = [worker(node, f"beside-{i}", 30.0) for i in range(N_NEIGHBOURS)]
     wait_working(*others)
     wait_file = "/out/begin"
@@ -95,7 +95,7 @@ def measure(node: BenchNode) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; return 1 if the fault was not detected or no container could work afterwards."""
+    """Run; return 1 if the fault was not detected or no container could run afterwards."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.mps", description=__doc__.split("\n", maxsplit=1)[0]
     )

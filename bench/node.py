@@ -29,7 +29,7 @@ READY_S = 20.0
 
 @dataclass
 class Running:
-    """A container that was started."""
+    """A container that has been started."""
 
     name: str
     identifier: str
@@ -103,7 +103,7 @@ class BenchNode:
             self.machine.close()
 
     def _collect_mps_logs(self) -> None:
-        """Copy the logs of MPS, and wait until no container uses its daemons.
+        """Copy the logs of MPS, and wait until no container is using its daemons.
 
         They then exit with the governor.
         """
@@ -250,7 +250,7 @@ class BenchNode:
     def check_scheduling(self) -> None:
         """Raise MachineError if grants divided a GPU's time although its scheduler should have.
 
-        Otherwise an arm for the GPU's own scheduler would silently show the figures of grants.
+        Otherwise an arm for the GPU's own scheduler would silently show the figures for grants.
         """
         for gpu in ask(self.config, "gpus")["gpus"]:
             if self.settings.get("scheduling") == "hardware" != gpu["scheduling"]:
@@ -259,7 +259,7 @@ class BenchNode:
                 )
 
     def wait(self, container: Running, timeout: float) -> int:
-        """Wait for a container's end, and return its status; raise MachineError after `timeout`."""
+        """Wait for a container to end; return its status, or raise MachineError after `timeout`."""
         try:
             status = container.process.wait(timeout)
         except subprocess.TimeoutExpired as e:

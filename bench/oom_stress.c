@@ -34,7 +34,7 @@
 typedef unsigned long long address;
 typedef void *handle;
 
-/* CUmemAllocationProp of cuda.h 13.0: pinned memory of device 0. */
+/* CUmemAllocationProp in cuda.h 13.0: pinned memory on device 0. */
 struct properties {
     int type, handle_types, location_type, location_id;
     void *meta;

@@ -5,20 +5,20 @@
  *
  * Measures:
  *
- * - launch: cuLaunchKernel of an empty kernel, mean of a batch;
+ * - launch: cuLaunchKernel with an empty kernel, mean of a batch;
  * - launch-median: the median of the means of a batch's groups of eight, which excludes waits;
  * - alloc-async: cuMemAllocAsync and cuMemFreeAsync;
  * - alloc: cuMemAlloc and cuMemFree, while the program holds no other block;
  * - alloc-1000, alloc-100000: the same while it holds that many other blocks;
  * - memory-info: cuMemGetInfo;
- * - look-up-ours, look-up: cuGetProcAddress of a function that the control library replaces
- *   (cuLaunchKernel), and of one that it does not (cuEventQuery);
+ * - look-up-ours, look-up: cuGetProcAddress for a function that the control library replaces
+ *   (cuLaunchKernel), and for one that it does not (cuEventQuery);
  * - load: dlopen of libcuda.so.1, each time in a new process.
  *
  * A sample is the mean time in ns of one call (or pair of calls) in a batch of --calls. Waiting
  * for the work of a batch is not part of the measured time. With --against each sample is a pair:
- * one of the named library, which libcuda.so.1 must have loaded, and one of libcuda.so.1 itself, in
- * the same process and in alternating order (A B B A); `load` is meaningless then. The program
+ * one for the named library, which libcuda.so.1 must have loaded, and one for libcuda.so.1 itself,
+ * in the same process and in alternating order (A B B A); `load` is meaningless then. The program
  * prints one JSON object: a list of --samples numbers for each measure. Like the burner, it needs
  * no CUDA toolkit and does not depend on Tidegate.
  */
@@ -130,7 +130,7 @@ static void start(void)
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
 }
 
-/* Finds the functions of the library `name`, which libcuda.so.1 must have loaded. */
+/* Finds the functions in the library `name`, which libcuda.so.1 must have loaded. */
 static void start_against(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
@@ -243,7 +243,7 @@ static void keep_blocks(unsigned n)
     }
 }
 
-/* Returns how long the first dlopen of a new process takes, in ns, as that process prints it. */
+/* Returns how long the first dlopen in a new process takes, in ns, as that process prints it. */
 static double load_once(char *self)
 {
     char text[64] = "";

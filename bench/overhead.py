@@ -3,10 +3,10 @@
 It runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
 process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
 functions return at once, so that only the control library's own cost remains; there is no container
-then, only a grant page. With `--step` it compares steps of PyTorch (bench.step).
+then, only a grant page. With `--step` it compares PyTorch steps (bench.step).
 
 Then it measures the same in one governed process that has both libraries: the control library, and
-the driver's library behind it. Samples of the two alternate. This excludes differences between
+the driver's library behind it. Samples from the two alternate. This excludes differences between
 processes, which can make a launch some 100 ns slower or faster.
 
 A pair is a native run and the governed one that follows or precedes it. The difference is the
@@ -216,7 +216,7 @@ class Contained:
         return read_pairs(self._run([*measures, *AGAINST], compute="100"), measures)
 
     def within_beside(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
-        """Run against the driver's library in the same process, next to a neighbour."""
+        """Run against the driver's library in the same process, alongside a neighbour."""
         return read_pairs(self._run_beside([*measures, *AGAINST]), measures)
 
     def _run_beside(self, arguments: Sequence[str]) -> str:
@@ -297,7 +297,7 @@ def measure_node(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_step(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure steps of PyTorch on a GPU."""
+    """Measure PyTorch steps on a GPU."""
     args.simulated = args.compile = False
     machine = find_machine(args, args.output, args.build)
     if machine.kind != "nvidia":
@@ -322,7 +322,7 @@ def gpu_name(machine: Machine) -> str:
 
 
 def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary of the runs of a report."""
+    """Return a summary of the runs in a report."""
     summarise_one = summarise_steps if "train" in report else summarise
     kinds = [kind for kind in (*TITLES, *KINDS) if kind in report]
     return {kind: summarise_one(report[kind]) for kind in kinds}
@@ -343,7 +343,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m bench.overhead", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--stub", action="store_true", help="use a driver that does nothing")
-    parser.add_argument("--step", action="store_true", help="measure steps of PyTorch, not calls")
+    parser.add_argument("--step", action="store_true", help="measure PyTorch steps, not calls")
     parser.add_argument("--simulated", action="store_true", help="always use a simulated GPU")
     parser.add_argument(
         "--pairs",

@@ -1,6 +1,6 @@
-"""Takes screenshots of the governor's web page after a demo of 15 minutes.
+"""Takes screenshots of the governor's web page after a 15-minute demo.
 
-`python -m bench.page` runs containers on two simulated GPUs: a training job next to a container
+`python -m bench.page` runs containers on two simulated GPUs: a training job alongside a container
 with a load that comes in bursts, a notebook for a while, a container that allocates more than its
 memory quota, one that is refused, one that bypasses its quota, and one that is alone on the second
 GPU. It writes docs/figures/page.png and page-narrow.png: wide and light, narrow and dark.
@@ -53,7 +53,7 @@ class PageScene:
         self._seconds = seconds
 
     def work(self, name: str, part: float, *options: str, **quota: str) -> None:
-        """Start a container that works for a part of the time."""
+        """Start a container that computes for part of the time."""
         seconds = str(self._seconds * part)
         command = [*self._node.machine.command("burn", inside=True), "--seconds", seconds]
         command += ["--out", "/out/progress.bin", *options]

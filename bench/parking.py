@@ -2,11 +2,11 @@
 
 Each container holds memory with known contents: blocks of the driver API, or the weights of a model
 in PyTorch (model.py and torch_model.py in examples/workloads/programs). The models are asked
-in turn, so the one that is asked has to come back from host memory while another one leaves. Next
-to them, a container whose memory is never parked runs kernels all the time. Then two containers
-that always compute, and do not fit together, use the GPU in turn. Before the models start, the same
-program is asked without Tidegate, with the GPU to itself. The part `deaths` (deaths.py) kills
-processes while their memory moves.
+in turn, so the one that is asked has to come back from host memory while another one leaves.
+Alongside them, a container whose memory is never parked runs kernels all the time. Then two
+containers that always compute, and do not fit together, use the GPU in turn. Before the models
+start, the same program is asked without Tidegate, with the GPU to itself. The part `deaths`
+(deaths.py) kills processes while their memory moves.
 
 The run fails if contents differ, if no answer comes within 2 minutes, or if a container holds more
 device memory than its quota. It reports how long the first kernel waits, at what rate memory
@@ -50,7 +50,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ModelProgram:
-    """A program of examples/workloads/programs.
+    """A program in examples/workloads/programs.
 
     `more` is the part of its quota, in bytes, beyond the memory that it holds: for contexts,
     modules and working memory.
@@ -92,7 +92,7 @@ def rate_between(turns: Sequence[tuple[float, int]], begin: float, end: float) -
 def model_command(
     machine: Machine, held: int, program: ModelProgram = BUSY, *, busy: bool = False
 ) -> list[str]:
-    """Return the command of a model that holds `held` bytes, in a container of this machine."""
+    """Return the command for a model that holds `held` bytes, in a container of this machine."""
     return [
         machine.python,  # type: ignore[attr-defined]
         f"{INSIDE}/{program.file}",
@@ -124,7 +124,7 @@ def start_model(
 
 
 def ask_model(out: Path, number: int) -> dict[str, Any]:
-    """Ask a model, and return its answer with the times of question and answer, in seconds."""
+    """Ask a model, and return its answer with the times of the question and the answer, in s."""
     asked = time.monotonic()
     (out / f"ask.{number}").touch()
     deadline = asked + ANSWER_S
@@ -182,7 +182,7 @@ def finish(node: BenchNode, container: Running) -> dict[str, Any]:
 def measure_models(
     node: BenchNode, n_models: int, held: int, rounds: int, program: ModelProgram
 ) -> dict[str, Any]:
-    """Ask models in turn, next to a container that works; return the measurements."""
+    """Ask models in turn, alongside a container that computes; return the measurements."""
     models = []
     for i in range(n_models):
         models.append(start_model(node, f"model-{i}", held, program))
@@ -250,11 +250,11 @@ def measure_pair(node: BenchNode, held: int, seconds: float) -> dict[str, Any]:
 
 
 def judge_models(models: Mapping[str, Any]) -> list[str]:
-    """Return the faults of models that were asked in turn."""
+    """Return the faults in models that were asked in turn."""
     found = []
     for i, one in enumerate(models["asked"]):
         if one["wrong"]:
-            found.append(f"answer {i}, of model {one['model']}: {one['wrong']} parts are wrong")
+            found.append(f"answer {i}, from model {one['model']}: {one['wrong']} parts are wrong")
         found += [
             f"answer {i}: {one[when]['used']} bytes of {one[when]['limit']}"
             for when in ("before", "after")
@@ -266,7 +266,7 @@ def judge_models(models: Mapping[str, Any]) -> list[str]:
 
 
 def judge(report: Mapping[str, Any]) -> list[str]:
-    """Return the faults of a run, one line each."""
+    """Return the faults in a run, one line each."""
     parts = [report[part] for part in ("models", "pair") if part in report]
     found = judge_models(report["models"]) if "models" in report else []
     found += judge_deaths(report["deaths"]) if "deaths" in report else []
@@ -323,7 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parts",
         default="models,pair",
-        help="parts to run, of models,pair,deaths (models,pair)",
+        help="parts to run, from models,pair,deaths (models,pair)",
     )
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
     parser.add_argument("--models", type=int, default=5)

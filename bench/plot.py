@@ -65,7 +65,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A line chart with its texts."""
+    """A line chart with its text."""
 
     title: str
     subtitle: str
@@ -75,7 +75,7 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     y_unit: str = ""
-    """Unit that follows each number of the vertical axis."""
+    """Unit that follows each number on the vertical axis."""
     key: Sequence[tuple[str, str]] = ()
     """Meaning of line styles: (`thick`, `thin` or `dashed`, text)."""
     x_range: tuple[float, float] | None = None
@@ -120,7 +120,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def style_sheet(series: int) -> str:
-    """Return the rules of both appearances; viewers without media queries show the light one."""
+    """Return the rules for both appearances; viewers without media queries show the light one."""
 
     def rules(theme: Theme) -> str:
         lines = "".join(

@@ -1,5 +1,5 @@
 /*
- * Runs a workload as several processes of one container, which do the same work and begin together.
+ * Runs a workload as several processes in one container, which do the same work and begin together.
  *
  * processes_fork() has to be called before any use of CUDA. The first process is the one that was
  * started, and it uses the given file names; the k-th process appends ".k" to them. Only the first

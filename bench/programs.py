@@ -1,6 +1,6 @@
-"""`python -m bench.programs [NAME ...]`: compares the native and the governed run of programs.
+"""`python -m bench.programs [NAME ...]`: compares native and governed runs of programs.
 
-Each program of examples/workloads/programs runs natively, and then in a container with a quota,
+Each program in examples/workloads/programs runs natively, and then in a container with a quota,
 through the hook and a governor. Both runs must have the same exit status, the same named checks and
 the same values, within the program's own tolerance, and the second run must print no line that is
 new. The governor's counters must show that the second run was governed. The results are written to
@@ -131,7 +131,7 @@ class ProgramRun:
 
 @dataclass
 class Seen:
-    """The largest values of a container's counters on its first GPU that the governor reported."""
+    """The largest values that the governor reported for a container's counters on its first GPU."""
 
     launches: int = 0
     lookups: int = 0
@@ -221,13 +221,13 @@ def is_near(native: Any, governed: Any, tolerance: float) -> bool:
 
 
 def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> list[str]:
-    """Return a line for each check that fails or is missing in at least one of the runs."""
+    """Return a line for each check that fails in or is missing from at least one of the runs."""
     found = []
     for name in dict.fromkeys([*native, *governed]):
         if name not in governed:
-            found.append(f"check “{name}” is missing in the governed run")
+            found.append(f"check “{name}” is missing from the governed run")
         elif name not in native:
-            found.append(f"check “{name}” is missing in the native run")
+            found.append(f"check “{name}” is missing from the native run")
         elif not native[name]:
             runs = "the native run" if governed[name] else "both runs"
             found.append(f"check “{name}” fails in {runs}")
@@ -243,7 +243,7 @@ def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> li
     first, second = native["values"], governed["values"]
     for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:
-            found.append(f"value “{name}” is missing in one run")
+            found.append(f"value “{name}” is missing from one run")
         elif not is_near(first[name], second[name], tolerances.get(name, TOLERANCE)):
             one, two = shorten(first[name]), shorten(second[name])
             found.append(f"value “{name}” is {one} in the native run, {two} in the governed run")
@@ -265,7 +265,7 @@ def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
         if arm.missing:
             found.append(f"only the {which} run lacks a requirement: {arm.missing}")
         elif arm.status is None:
-            found.append(f"the {which} run did not end within its time")
+            found.append(f"the {which} run did not end within its time limit")
         elif arm.status:
             found.append(f"the {which} run ended with status {arm.status}")
         elif not arm.answer:
@@ -292,11 +292,11 @@ class Harness:
         self.quota = quota
         # On a simulated GPU, memory is freed only once the machine has an idle core.
         self.within_ms = 200 if machine.kind == "nvidia" else 2000
-        # A program that uses all GPUs of the machine gets only the first, in both runs.
+        # A program that uses all GPUs in the machine gets only the first, in both runs.
         self.variables = {"CUDA_VISIBLE_DEVICES": first_gpu()} if machine.kind == "nvidia" else {}
 
     def options(self, tools: str) -> list[str]:
-        """Return the options of both runs."""
+        """Return the options for both runs."""
         return ["--quota", str(self.quota), "--within-ms", str(self.within_ms), "--tools", tools]
 
     def run_native(self, name: str) -> ProgramRun:

@@ -4,7 +4,7 @@ A workload stamps the end of each *unit* of work: a record of the time (nanoseco
 clock) and the unit's kind (its position in the step). A solo run of the job shows how long a unit
 of each kind takes. In a run with others, each finished unit counts for the time it takes alone, so
 the progress over a window divided by the window's length is the share of the GPU that was
-delivered. No figure of the governor, of the driver's utilisation or of the control library is used.
+delivered. No figure from the governor, the driver's utilisation or the control library is used.
 
 This module only computes; the one function that reads a file is `read_stamps`. Times and
 durations are in nanoseconds throughout, shares are fractions of 1, and quotas are percentages.
@@ -60,7 +60,7 @@ class Profile:
     """
 
     units: int
-    """Number of units of the solo run on which the profile is based."""
+    """Number of units in the solo run on which the profile is based."""
 
     def duration(self, kind: int) -> float:
         """Return how long a unit of `kind` takes alone; raise ProgressError if it is unknown."""
@@ -90,7 +90,7 @@ def parse_stamps(data: bytes, source: str = "progress data") -> tuple[Stamp, ...
 
 
 def read_stamps(path: str | pathlib.Path) -> tuple[Stamp, ...]:
-    """Return all stamps of a progress file, in order."""
+    """Return all stamps in a progress file, in order."""
     return parse_stamps(pathlib.Path(path).read_bytes(), str(path))
 
 

@@ -3,8 +3,8 @@
 Each arm (bench/arms.py) runs containers side by side on one GPU. Each container runs a burner that
 stamps its units of work with the GPU's clock (bench/burner.c; on a simulated GPU, its own
 workload). A container's work is computed from its stamps and from the duration of a unit alone; no
-figure of the governor is used. quota.json gets each container's work in steps of 10 ms, the
-governor's report of it, and the processor time of the governor and of the library's helper threads;
+figure from the governor is used. quota.json gets each container's work in steps of 10 ms, the
+governor's report on it, and the processor time of the governor and of the library's helper threads;
 a suite also gets a quota.svg. With --native each arm runs a second time without Tidegate, if that
 is meaningful.
 
@@ -65,7 +65,7 @@ CLEANUP_S = 40.0
 """Time limit for cleaning up after an arm, in seconds."""
 
 SPARE_S = 1.0
-"""Extra time for which a container works, in seconds, so that it is still working at the end of the
+"""Extra time for which a container runs, in seconds, so that it is still running at the end of the
 measurement if it started late."""
 
 FOREVER_S = 600.0
@@ -141,7 +141,7 @@ def start_one(
 ) -> Running:
     """Start a container that sets itself up and then waits for the signal to begin.
 
-    `more` are annotations beyond those of the arm.
+    `more` are annotations beyond those in the arm.
     """
     arguments = [
         *node.machine.command(tenant.job, inside=True),
@@ -243,7 +243,7 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
 
 
 def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Run the same work without Tidegate, shared by the GPU's own time slicing."""
+    """Run the same work without Tidegate, under the GPU's own time slicing."""
     seconds = min(arm.seconds, NATIVE_S)
     root = machine.work / "native"
     shutil.rmtree(root, ignore_errors=True)
@@ -272,7 +272,7 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
             try:
                 status = process.wait(seconds + 120)
             except subprocess.TimeoutExpired as e:
-                raise MachineError("a workload without Tidegate does not end") from e
+                raise MachineError("a workload without Tidegate did not end") from e
             if status:
                 last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
                 raise MachineError(f"a workload failed without Tidegate: {last}")

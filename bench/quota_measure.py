@@ -1,6 +1,6 @@
-"""Computes the work of each container of an arm, and the arm's figures.
+"""Computes the work of each container in an arm, and the arm's figures.
 
-An arm is one experiment of `bench.quota` (`bench.arms`). Work is computed from the timestamps with
+An arm is one experiment in `bench.quota` (`bench.arms`). Work is computed from the timestamps with
 which a container's program records the end of each unit of its work.
 """
 
@@ -38,7 +38,7 @@ LONGEST_NS = 3000 * NS_PER_MS
 COUNTERS = (
     "grants", "charged_ns", "lent_ns", "held_ns", "overdue", "launches", "waits", "busy_ns",
 )  # fmt: skip
-"""The governor's counters of a container that are kept with its work."""
+"""The governor's counters for a container that are kept with its work."""
 
 
 def profile_of(profiles: Mapping[str, Profile], job: str) -> Profile:
@@ -64,7 +64,7 @@ class WorkloadReport:
 
     def __init__(self, path: Path, output: str) -> None:
         answer = last_json(output)
-        # One file per process of a container (bench/processes.h).
+        # One file per process in a container (bench/processes.h).
         paths = [path, *sorted(path.parent.glob(f"{path.name}.*"))]
         self.stamps = tuple(sorted(stamp for one in paths for stamp in read_stamps(one)))
         self.bursts = answer.get("bursts", [])
@@ -152,7 +152,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
-    """Return the shares in windows of `width_ns`, in percent of the GPU."""
+    """Return the shares in windows of `width_ns`, as percentages of the GPU."""
     per = width_ns // SAMPLE_NS
     return [
         sum(work_us[i : i + per]) * 1e5 / width_ns for i in range(0, len(work_us) - per + 1, per)
@@ -160,7 +160,7 @@ def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
 
 
 def delivered(tenants: Sequence[Mapping[str, Any]], step_ns: int) -> list[float]:
-    """Return the work of each container, in percent of the GPU."""
+    """Return the work of each container, as a percentage of the GPU."""
     return [
         statistics.fmean(one["work_us"]) * 1e5 / step_ns if one["work_us"] else 0.0
         for one in tenants
@@ -168,7 +168,7 @@ def delivered(tenants: Sequence[Mapping[str, Any]], step_ns: int) -> list[float]
 
 
 def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm's figures, in percent of the GPU and points, from its raw data alone."""
+    """Return an arm's figures, in percentages of the GPU and points, from its raw data alone."""
     shares = delivered(arm["tenants"], SAMPLE_NS)
     summary: dict[str, Any] = {
         "delivered": [round(one, 2) for one in shares],
@@ -187,7 +187,7 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
                 "mean": round(statistics.fmean(errors), 3),
                 "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 3),
             }
-    # Results of earlier runs have no waits.
+    # Results from earlier runs have no waits.
     waited = [one.get("waits") for one in arm["tenants"]]
     if any(waited):
         summary["wait_p99_ms"] = [one and round(one["p99_us"] / 1000, 2) for one in waited]

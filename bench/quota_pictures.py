@@ -1,8 +1,8 @@
 """Draws docs/figures/quota-*.svg, the pictures that explain quotas.
 
-`python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
-if they are stale. Most of them show decisions of the real arbiter, which the governor uses as well
-(`make build` builds it). The clock is virtual, and the containers are a model: each works in units
+`python -m bench.quota_pictures` writes the pictures in docs/explanation/quotas.md; `--check` fails
+if they are stale. Most of them show decisions by the real arbiter, which the governor uses as well
+(`make build` builds it). The clock is virtual, and the containers are a model: each runs units
 of 0.2 ms for as long as it is awake. So the pictures are the same on any machine. Results from real
 GPUs are in docs/benchmarks.md.
 """
@@ -40,7 +40,7 @@ class ModelContainer:
     """Start and end of its sleep, in ns."""
     done: int = 0
     lent: int = 0
-    """The part of `done` that is known to be lent."""
+    """The part of `done` that is known to have been lent."""
     grants: list[tuple[int, int, bool]] = field(default_factory=list)
     """Start and end of each piece of work, and whether its time was lent."""
 
@@ -49,7 +49,7 @@ class ModelContainer:
         return not self.asleep[0] <= now < self.asleep[1]
 
     def share(self, begin: int, end: int) -> float:
-        """Return the percentage of the GPU's time for which it worked between two times."""
+        """Return the percentage of the GPU's time for which it ran between two times."""
         worked = sum(max(0, min(stop, end) - max(start, begin)) for start, stop, _ in self.grants)
         return 100 * worked / (end - begin)
 
@@ -81,7 +81,7 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
             job.lent = lent
             start = view.start_ns + (HAND_OVER if view.holder != last else 0)
             last = view.holder
-            # The container works until it falls asleep or its grant ends. The deadline may change
+            # The container runs until it falls asleep or its grant ends. The deadline may change
             # during the grant.
             while view.holder == last:
                 asleep = job.asleep[0] if job.asleep[0] > start else NEVER
@@ -117,7 +117,7 @@ class Words:
 
 
 def style() -> str:
-    """Return the CSS rules of the light and the dark theme."""
+    """Return the CSS rules for the light and the dark theme."""
 
     def rules(theme: Theme) -> str:
         colours = "".join(
@@ -180,7 +180,7 @@ LEFT, RIGHT, ROW, BAR = 150.0, 800.0, 52.0, 34.0
 
 
 def strips(words: Words, jobs: Sequence[ModelContainer], begin: int, end: int) -> str:
-    """Draw a row for each job that shows when it worked, hatched where the time was lent."""
+    """Draw a row for each job that shows when it ran, hatched where the time was lent."""
     top = 84.0
     bottom = top + ROW * len(jobs)
 

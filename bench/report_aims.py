@@ -1,8 +1,8 @@
 """Makes the first section of docs/benchmarks.md: the aims, and the figures reached on a real GPU.
 
 An aim is a bound on a figure of one arm or suite. Every result from a real GPU that contains the
-arm gives a value of the figure. The newest value counts. The others show how much it varies between
-runs.
+arm gives a value for the figure. The newest value counts. The others show how much it varies
+between runs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 AIMS_HEAD = """\
 ## Aims
 
-Each row gives an aim and the figure that was reached on a real GPU. "Reached" is the figure of the
-newest result that has the arm. "In all results" is the range over all results that have it. Points
-and percentages refer to the GPU unless stated otherwise. Work is what a container does relative to
-what it does alone.
+Each row gives an aim and the figure that was reached on a real GPU. "Reached" is the figure from
+the newest result that has the arm. "In all results" is the range over all results that have it.
+Points and percentages refer to the GPU unless stated otherwise. Work is what a container does
+relative to what it does alone.
 """
 
 TITLES = ("figure", "aim", "reached", "in all results", "met")
@@ -84,9 +84,9 @@ def _alone(result: Mapping[str, Any]) -> float | None:
 
 
 def _beside(result: Mapping[str, Any]) -> float | None:
-    """Return the largest loss of a container with 50 % beside one to four neighbours with 10 %.
+    """Return the largest loss for 50 % alongside one to four neighbours with 10 %.
 
-    The loss is in percent of the container's share.
+    The loss is a percentage of the container's share.
     """
     lost: list[float] = [
         (50 - arm["delivered"][0]) / 50 * 100
@@ -99,7 +99,7 @@ def _beside(result: Mapping[str, Any]) -> float | None:
 def _shape(name: str) -> Figure:
     """Return how far a container with this form of work is from its quota, in points.
 
-    The container has a quota of 30 % and runs beside one with 70 %.
+    The container has a quota of 30 % and runs alongside one with 70 %.
     """
     return _of(f"shape-{name}", lambda s: abs(s["delivered"][0] - 30))
 
@@ -109,7 +109,7 @@ SHAPES = {
     "5000us": "units of 5 ms",
     "20000us": "units of 20 ms",
     "50000us": "units of 50 ms",
-    "persistent": "persistent kernels of 50 ms",
+    "persistent": "persistent 50 ms kernels",
     "cooperative": "cooperative kernels",
     "graph": "CUDA graphs",
     "copy": "copies",
@@ -144,7 +144,9 @@ AIMS = (
         _alone,
         most=2,
     ),
-    Aim("50 % beside up to four with 10 %: loss, percent of its share", "quota", _beside, most=3),
+    Aim(
+        "50 % alongside up to four with 10 %: loss, percent of its share", "quota", _beside, most=3
+    ),
     Aim("4 x 25 %, units of 50 us: sum, percent", "quota", _total("four-50us"), least=97),
     Aim("4 x 25 %, units of 0.5 ms: sum, percent", "quota", _total("four-500us"), least=97),
     Aim(
@@ -188,7 +190,7 @@ AIMS = (
     ),
     *(
         Aim(
-            f"{words} at 30 % beside 70 %: distance from 30 %, points",
+            f"{words} at 30 % alongside 70 %: distance from 30 %, points",
             "quota",
             _shape(name),
             most=1,

@@ -8,7 +8,7 @@ from typing import Any
 GANGS = """\
 ## Containers with several GPUs
 
-`python -m bench.gangs` runs a job on two GPUs that sums numbers over both. The job consists of two
+`python -m bench.gangs` runs a job that sums numbers over two GPUs. The job consists of two
 processes, or of one process that has both GPUs. It uses NCCL if PyTorch is installed. Every sum is
 checked. Hogs are containers that always have work on one GPU. The columns:
 
@@ -66,7 +66,7 @@ def native_table(part: Mapping[str, Any]) -> Table:
 
 
 def jobs_table(summary: Mapping[str, Any]) -> Table:
-    """Return a row for each job that ran beside other containers."""
+    """Return a row for each job that ran alongside other containers."""
     rows = [
         (
             f"{part}, {arm}",
@@ -115,7 +115,7 @@ def tenants_table(summary: Mapping[str, Any]) -> Table:
 
 
 def samples_table(part: Mapping[str, Any]) -> Table:
-    """Return a row for each NVML call of a sample and each number of processes."""
+    """Return a row for each NVML call in a sample and each number of processes."""
     rows = [
         (
             str(one["processes"]),
@@ -141,6 +141,6 @@ def tables_of(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the sentences of a run: its topology, and the parts that failed."""
+    """Return the sentences about a run: its topology, and the parts that failed."""
     failed = [f"- {name} failed: {one['failed']}" for name, one in summary.items() if one["failed"]]
     return topology_lines(summary.get("topology", {})) + (["\n".join(failed)] if failed else [])

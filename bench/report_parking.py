@@ -11,18 +11,18 @@ PARKING = """\
 `python -m bench.parking` starts models in containers on a GPU that grants memory for about half of
 them, and sends a request to each in turn: that model comes back from host memory while another
 one leaves. *First kernel* is the time from the request until a kernel of the model has ended;
-without Tidegate, with the GPU to itself, that takes less than a millisecond. The longest ones are
+without Tidegate, with the GPU to itself, that takes less than a millisecond. The longest times are
 the first of each run, while host memory is still being pinned. *Rate* is the
 speed at which the contents are copied back. The neighbour is a container that always has work and
-stays on the GPU; the column shows its speed while models move, in percent of its speed while none
-does.
+stays on the GPU; the column shows its speed while models move, as a percentage of its speed while
+none does.
 
 Each model checks its answer and a part of its contents at each request, and all contents at the
 end; all were right, and no container held more than its quota. The models hold either blocks that
 were allocated through the driver API, or the weights of a PyTorch model.
 
-Two containers that always work and do not fit together take turns; what they deliver together is
-given in percent of what one of them delivers alone.
+Two containers that always have work and do not fit together take turns; what they deliver together
+is given as a percentage of what one of them delivers alone.
 """
 TITLES = (
     "result", "models", "granted", "came back", "first kernel: median", "longest", "rate",
@@ -32,9 +32,9 @@ TITLES = (
 
 DEATHS = """\
 With `--parts deaths`, two containers that do not fit together take turns on the GPU, while 8
-processes of each allocate and free at random in 64 threads, and are killed continuously. The run
+processes in each allocate and free at random in 64 threads, and are killed continuously. The run
 fails if a container uses more than its quota for longer than a second according to NVML, if a call
-fails for a reason other than a lack of memory, or if memory of the GPU or the host is still in
+fails for a reason other than a lack of memory, or if memory on the GPU or the host is still in
 use at the end.
 """
 DEATHS_TITLES = (

@@ -21,14 +21,14 @@ of every unit of its work, as above. The columns:
 
 - "Share, units": what each container is guaranteed, with its cap if it may be lent more, and how
   long a unit takes alone.
-- "Work" and "sum": the work of each container and of all together, in percent of the GPU.
-- "Error": the distance between work and share, as mean and 95th percentile over all windows. It is
-  given for arms whose containers always have work and are lent no time.
-- "Of ideal": the work done, in percent of the time in which any container had work. "Short" counts
-  the windows of 1 s in which a container that had work fell more than a point short of its
+- "Work" and "sum": the work of each container and of all together, as percentages of the GPU.
+- "Error": the distance between work and share, as the mean and the 95th percentile over all
+  windows. It is given for arms whose containers always have work and are lent no time.
+- "Of ideal": the work done, as a percentage of the time in which any container had work. "Short"
+  counts the windows of 1 s in which a container that had work fell more than a point short of its
   guarantee.
-- "Governor + helpers": processor time of the governor and of the library's helper threads, in
-  percent of one core.
+- "Governor + helpers": processor time of the governor and of the library's helper threads, as a
+  percentage of one core.
 """
 
 FORMS = {
@@ -66,7 +66,7 @@ def describe_tenant(tenant: Mapping[str, Any]) -> str:
 
 
 def describe_arm(arm: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the containers of an arm, with identical ones grouped."""
+    """Yield the containers in an arm, with identical ones grouped."""
     for text, alike in itertools.groupby(describe_tenant(one) for one in arm["tenants"]):
         n = len(list(alike))
         yield text if n == 1 else f"{n} x {text}"
@@ -92,7 +92,7 @@ def show_work(delivered: Sequence[float]) -> str:
 
 
 def row_of(name: str, arm: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the row of an arm."""
+    """Return the row for an arm."""
     errors = [
         f"{summary[label]['mean']:.2f} / {summary[label]['p95']:.2f}"
         if label in summary and is_saturating(arm)
@@ -118,7 +118,7 @@ HEAD = (
 
 
 def chart_of_arm(name: str, arm: Mapping[str, Any], gpu: Mapping[str, Any]) -> Chart:
-    """Return a chart of the work of each container of an arm over time."""
+    """Return a chart of the work of each container in an arm over time."""
     series = []
     for i, tenant in enumerate(arm["tenants"]):
         lines = {
@@ -141,7 +141,7 @@ def chart_of_arm(name: str, arm: Mapping[str, Any], gpu: Mapping[str, Any]) -> C
     return Chart(
         title=f"GPU time, arm {name}",
         subtitle=f"{'; '.join(describe_arm(arm))}; {gpu['name']}, driver {gpu['driver']}",
-        description=f"Work of each container of the arm {name} over {seconds:.0f} s.",
+        description=f"Work of each container in the arm {name} over {seconds:.0f} s.",
         x_label="time, s",
         y_label="work",
         y_unit=" %",

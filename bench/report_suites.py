@@ -26,49 +26,50 @@ SEQUENCES = 8
 KINDS = {"gpu": "GPU-bound", "memory": "memory-bound", "launch": "launch-bound"}
 
 NATIVE = (
-    '"Without" is the same work run concurrently without Tidegate, under the time slicing of'
-    " the GPU."
+    '"Without" is the same work run concurrently without Tidegate, under the GPU\'s own time'
+    " slicing."
 )
 
 WORDS = {
     "table7": f"Three containers have 45, 30 and 15 %. {NATIVE}",
     "sweep": "One container runs alone. Its guarantee is 10 to 90 %, and its cap is the same.",
     "table8": (
-        "A container with 50 % runs beside one to four containers with 10 % each. Its loss is the"
-        f" shortfall from half of the work that it does alone, in percent of that half. {NATIVE}"
+        "A container with 50 % runs alongside one to four containers with 10 % each. Its loss is"
+        " the shortfall from half of the work that it does alone, as a percentage of that half."
+        f" {NATIVE}"
     ),
     "aggregate": (
         "Two, four and eight containers always have work and share all of the GPU. The sum is the"
         f" work that they do together. {NATIVE}"
     ),
     "elastic": (
-        "Four containers with 25 % each work in bursts from the same random seeds. In the strict"
+        "Four containers with 25 % each run in bursts, from the same random seeds. In the strict"
         " arms, no container gets more than its share. In the elastic arms, every"
         " container may be lent up to 100 %. The load is the fraction of the time in which"
-        ' each container has work. "Of ideal" is the work done, in percent of the time in which any'
-        f" container had work. {NATIVE}"
+        ' each container has work. "Of ideal" is the work done, as a percentage of the time in'
+        f" which any container had work. {NATIVE}"
     ),
     "longkernels": (
-        f"Kernels of 20 ms run beside kernels of 0.2 ms, and beside each other. {NATIVE}"
+        f"20 ms kernels run alongside 0.2 ms kernels, and alongside each other. {NATIVE}"
     ),
     "shapes": (
-        "A container with 30 % runs beside a hog, which is a container with 70 % that always has"
+        "A container with 30 % runs alongside a hog, which is a container with 70 % that always has"
         ' work. "Off" is the work of the first container over the whole run'
         f" less 30, in points. {NATIVE}"
     ),
     "graphs": (
-        "CUDA graphs run at 30 % beside a hog, which is a container with 70 % that always has work."
-        " One kind of graph has 20 kernels. The other decodes with a model of 24 layers, and each"
-        f" graph computes a token of each of eight sequences. {NATIVE}"
+        "CUDA graphs run at 30 % alongside a hog, which is a container with 70 % that always has"
+        " work. One kind of graph has 20 kernels. The other decodes with a 24-layer model, and each"
+        f" graph computes a token for each of eight sequences. {NATIVE}"
     ),
     "settle": (
         "A change is settled when a container's work in the trailing 100 ms is within 3 points of"
         " its new share and stays there for half a second. The time to settle is measured from"
         " the change.\n\n"
-        "In `settle-quota` the quota of a container is set from 30 to 60 % and back, beside a"
-        " container that takes what is left. In `settle-neighbour` a container that may be lent all"
-        " of the GPU has 30 % while a neighbour works; the changes are the neighbour's first work"
-        " and its last unit.\n\n"
+        "In `settle-quota` the quota of a container is changed from 30 to 60 % and back, alongside"
+        " a container that takes what is left. In `settle-neighbour` a container that may be lent"
+        " all of the GPU has 30 % while a neighbour is running; the changes are the start of the"
+        " neighbour's work and the end of its last unit.\n\n"
         '"Reached" is when the work first comes within 3 points, even if it moves away again. A'
         " window contains so few grants that it can be 3 points off without any change. For this"
         ' reason "off" is the distance from the new share over the half second that begins 200 ms'
@@ -76,12 +77,12 @@ WORDS = {
         ' "Outside" is the fraction of later windows that were nevertheless more than 3 points off.'
     ),
     "killed": (
-        "A working neighbour is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
+        "A running neighbour is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
         " is the longest time in the following 0.3 s in which the remaining container completed no"
         " unit of its work, less the time of one unit. It includes the usual wait for a turn.\n\n"
-        '"With the turn before" also counts how long the neighbour had worked before the event. The'
+        '"With the turn before" also counts how long the neighbour had run before the event. The'
         " neighbour is at times entitled to two turns in a row."
-        ' "Had the GPU" counts the events at which the neighbour was the container at work.'
+        ' "Had the GPU" counts the events at which it was the neighbour that was using the GPU.'
     ),
 }
 
@@ -116,7 +117,7 @@ def summarised_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mappin
 
 
 def target_loss(summary: Mapping[str, Any], share: float) -> float:
-    """Return the part of its share that the first container lost, in percent of the share."""
+    """Return the part of its share that the first container lost, as a percentage of the share."""
     return 100 * (1 - float(summary["delivered"][0]) / share)
 
 
@@ -208,7 +209,8 @@ def graphs(result: Result) -> list[Table]:
         )
     if rows:
         head = (
-            "tokens a second", "alone", "30 % beside a hog", "30 % beside a hog, without Tidegate",
+            "tokens a second", "alone", "30 % alongside a hog",
+            "30 % alongside a hog, without Tidegate",
         )  # fmt: skip
         tables.append((head, rows, "lrrr"))
     return tables
@@ -438,7 +440,7 @@ def draw_shapes(result: Result) -> Chart:
         "shapes",
         result,
         series,
-        subject="Work at 30 % beside a hog",
+        subject="Work at 30 % alongside a hog",
         x_label="time, s",
         y_range=(20.0, 40.0),
         key=(("thick", "1 s windows"), ("dashed", "guarantee")),

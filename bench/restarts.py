@@ -78,7 +78,8 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
             events.append((killed, started, answers))
             took = (answers - started) / NS_PER_MS
             print(
-                f"kill {i + 1}: the next governor answers {took:.0f} ms after its start", flush=True
+                f"kill {i + 1}: the next governor answered {took:.0f} ms after its start",
+                flush=True,
             )
         node.check_scheduling()
         for one in containers:

@@ -85,7 +85,7 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
 
 
 def name_commit(run: dict[str, Any], commit: str | None) -> None:
-    """Set the commit of a run that could not determine it; raise ResultError if it names another.
+    """Set the commit of a run that could not find it; raise ResultError if the run names another.
 
     A run of a changed tree names a commit that ends with `-dirty`, and stays recognizable as such.
     """
@@ -103,7 +103,10 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
     detail = report.pop("detail", {})
     run = detail.pop("run", None)
     if run is None:
-        raise ResultError("report.json does not say where it was run (detail.run): run it again")
+        raise ResultError(
+            "report.json does not say where the benchmark was run (detail.run):"
+            " run the benchmark again"
+        )
     name_commit(run, options.commit)
     gpu = report.pop("gpu")
     check_samples(report, samples)
@@ -364,7 +367,7 @@ def keep_report(
 
 
 def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of a run of bench.latency: requests beside endless work."""
+    """Return the result of a run of bench.latency: requests alongside endless work."""
     configuration = ("unit_us", "units", "job", "service", "request_us")
     return keep_report(options, "latency", summarise_requests, configuration)
 

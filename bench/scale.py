@@ -2,9 +2,9 @@
 
     python -m bench.scale run        # a quarter of an hour; continues an earlier run
     python -m bench.scale requests   # half a minute
-    python -m bench.scale docs       # tables and figures of docs/explanation/scale.md; --check
+    python -m bench.scale docs       # tables and figures in docs/explanation/scale.md; --check
 
-The cluster is that of `kube.simulate`. The requests are counted as the driver makes them: its
+The cluster is the one in `kube.simulate`. The requests are counted as the driver makes them: its
 publisher and claim driver run for each of many nodes, against an API server that stores and counts.
 """
 
@@ -39,7 +39,7 @@ SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
 """Claims per node in the counted hour."""
 STEPS = 60
-"""Number of the driver's steps that are run, of 1,800 per hour. A step without changes sends
+"""Number of the driver's steps that are run, out of 1,800 per hour. A step without changes sends
 nothing."""
 
 
@@ -227,9 +227,10 @@ def claim_of(name: str, node: str, device: str) -> dict[str, Any]:
 
 
 def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
-    """Run the drivers of `nodes` nodes for an hour; one GPU of each node is lost for ten minutes.
+    """Run the drivers of `nodes` nodes for an hour; one GPU on each node is lost for ten minutes.
 
-    Claims come one by one and GPUs always have room, so each claim causes an update of the slice.
+    Claims come one by one and there is always room on the GPUs, so each claim causes an update of
+    the slice.
     """
     import structlog
 
@@ -294,7 +295,7 @@ def run_requests() -> None:
 
 
 def cluster_tables(runs: list[dict[str, Any]]) -> str:
-    """Return the tables of the simulated cluster."""
+    """Return the tables for the simulated cluster."""
     by_load = [one for one in runs if one["scenario"]["sharing"] is None]
     lines = [
         "| requested | | running | taken | mean wait | 90 % wait at most | 99 % | still waiting |",
@@ -411,8 +412,8 @@ def document() -> dict[Path, str]:
     waiting = {
         "title": "How long a pod waits for its GPU",
         "y": "minutes, mean",
-        "description": "By load and by method of allocation: with whole GPUs, pods wait from a load"
-        " of 90 %.",
+        "description": "By load and by method of allocation: with whole GPUs, pods begin to wait"
+        " at a load of 90 %.",
     }
     return {
         PAGE: page,

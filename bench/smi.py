@@ -93,7 +93,7 @@ def read_looks(text: str) -> tuple[list[SmiOutput], str, str]:
 
 
 def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
-    """Return the faults of a container's view of its GPU."""
+    """Return the faults in a container's view of its GPU."""
     if not looks:
         return ["nvidia-smi was not run"]
     last = looks[-1]

@@ -1,13 +1,13 @@
 """`python -m bench.overhead --step`: times training steps and decoding, natively and governed.
 
 Each arm is a process that is warmed up and runs steps for a moment on request, while the other one
-is idle. So the two values of a pair are taken within about half a second, and do not include
+is idle. The two values of a pair are thus taken within about half a second, and do not include
 start-up time. The container is alone and has the whole GPU. Both arms stay on the same processors.
 
 Two processes of the same program differ by up to a percent for as long as they live, depending on
-where their memory is and on which processor each thread runs. So there are rounds, each with two
-new processes and many pairs, and the bound accounts for the differences between rounds as well as
-those between pairs.
+where their memory is and on which processor each thread runs. There are therefore rounds, each with
+two new processes and many pairs, and the bound accounts for the differences between rounds as well
+as those between pairs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Stepper:
 
 
 def worker(kind: str, orders: Path, seconds: float, *, inside: bool) -> list[str]:
-    """Return the command of a process that runs steps."""
+    """Return the command for a process that runs steps."""
     folder = Path("/workload") if inside else ROOT / "examples" / "workloads"
     return [
         sys.executable, str(folder / "torch_step.py"), "--cores", cores(),

@@ -126,7 +126,7 @@ class Stage:
         """
 
         def edit(config: dict[str, Any]) -> None:
-            # Another story on this machine may have a container of the same name.
+            # Another story on this machine may have a container with the same name.
             config["linux"]["cgroupsPath"] = f"tidegate-{os.getpid()}-{name}"
             config["process"]["env"] += [f"{k}={v}" for k, v in (environment or {}).items()]
 
@@ -194,7 +194,7 @@ class Stage:
                 raise StoryError(f"{program.name} failed: {tail(program)}")
 
     def status(self, program: StoryProgram) -> int:
-        """Wait for a program's end, and return its status; raise StoryError after SPARE_S."""
+        """Wait for a program to end, and return its status; raise StoryError after SPARE_S."""
         try:
             return program.process.wait(SPARE_S)
         except subprocess.TimeoutExpired:
@@ -209,7 +209,7 @@ class Stage:
         return alone
 
     def know(self, job: str) -> None:
-        """Measure how much work a unit of a job contains, while nothing else runs.
+        """Measure how much work a unit of a job contains, while nothing else is running.
 
         The simulated GPU's own program does not need this.
         """
@@ -296,7 +296,7 @@ def tail(program: StoryProgram) -> str:
 
 
 def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> float:
-    """Return a program's work between two moments, in percent of the GPU.
+    """Return a program's work between two moments, as a percentage of the GPU.
 
     Each unit that the program finished counts as the time that a unit takes when it runs alone.
     """
@@ -307,7 +307,7 @@ def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> fl
 def answers(program: StoryProgram, pause_us: float) -> list[float]:
     """Return how long each request to a program that pauses between requests took, in ms."""
     moments = program.times()
-    # The first two are left out, because Tidegate does not know yet how long such work takes.
+    # The first two are left out, because Tidegate does not yet know how long such work takes.
     taken = [(b - a) * 1e3 - pause_us / 1e3 for a, b in itertools.pairwise(moments)]
     if len(taken) <= 4:
         raise StoryError(f"{program.name} has answered {len(taken)} requests, too few to judge")
@@ -361,7 +361,7 @@ def play(
         "--build", type=Path, default=ROOT / "build/meson", help="directory of the built C parts"
     )
     if real:
-        parser.add_argument("--gpu", action="store_true", help="use the GPU of this machine")
+        parser.add_argument("--gpu", action="store_true", help="use this machine's GPU")
     args = parser.parse_args()
     args.build = args.build.resolve()
     os.environ["PATH"] += ":/usr/sbin:/sbin"

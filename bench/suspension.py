@@ -1,4 +1,4 @@
-"""`python -m bench.suspension`: suspends a container again and again, next to one that computes.
+"""`python -m bench.suspension`: repeatedly suspends a container alongside one that computes.
 
 One container holds memory with known contents and computes on a part of it continuously
 (examples/workloads/programs/holder.py). It is repeatedly suspended for a second and resumed; before
@@ -9,7 +9,7 @@ suspended alone and without Tidegate, through the driver API.
 The run fails if the contents differ at the end, if the program completes an iteration while it is
 suspended, or if the GPU's used memory falls by less than the memory that the container holds, or by
 less than what NVML attributes to its process. It reports how long the calls take, and how fast the
-neighbour works during the calls and while the container is suspended. The results are written to
+neighbour runs during the calls and while the container is suspended. The results are written to
 suspension.json.
 """
 
@@ -108,7 +108,7 @@ def measure_native(machine: Machine, python: str, held: int, rounds: int) -> lis
 
 
 def look_at(node: BenchNode, nvml: Nvml, holder: Running) -> dict[str, int]:
-    """Return the used memory of GPU and container, in bytes, as NVML and the governor report it."""
+    """Return the bytes in use on the GPU and in the container, as NVML and the governor report."""
     uuid = nvml.gpus()[0].uuid
     listed = {one.pid: one.used for one in nvml.processes(uuid)}
     reported = node.list_containers()[holder.identifier]
@@ -188,7 +188,7 @@ def neighbour_rates(times: Sequence[int], rounds: Sequence[Mapping[str, Any]]) -
 
 
 def judge(report: Mapping[str, Any]) -> list[str]:
-    """Return the faults of a run, one line each."""
+    """Return the faults in a run, one line each."""
     found = []
     if report["holder"]["wrong"]:
         found.append(f"{report['holder']['wrong']} blocks have wrong contents")

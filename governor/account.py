@@ -277,7 +277,7 @@ class Account:
         """Compare the ledger with a sample, and publish the result.
 
         `before` are the charges from before the sample. `sample` is None if NVML failed; the last
-        sample then stays in force, and `reconciled_ns` remains its time.
+        sample then remains valid, and `reconciled_ns` remains its time.
         """
         after = self.charges(device)
         now_ns = time.monotonic_ns()

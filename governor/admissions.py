@@ -33,7 +33,7 @@ from oci_hook.request import Request, check_request, parse_annotations
 log = structlog.get_logger()
 
 Pending = tuple[Container, Member]
-"""An admission that is not confirmed yet."""
+"""An admission that has not been confirmed yet."""
 
 
 class Claimed(Protocol):
@@ -72,7 +72,7 @@ class Admissions:
         """Start without containers; `bookings` must be set before the first admission."""
         self.config = config
         self.containers: dict[str, Container] = {}
-        self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS
+        self.mps: dict[str, Mps] = {}  # by GPU, for GPUs that use MPS
         self.tally = Tally()
         self.bookings: Claimed
         self.on_begin: Callable[[], None] = lambda: None
@@ -316,7 +316,7 @@ class Admissions:
     def release(self, identifier: str) -> dict[str, Any]:
         """Remove a container when its hook reports its end, if its first process has ended."""
         found = self.find(identifier)
-        # A container of another engine may have the same id and still be running, so the process
+        # A container from another engine may have the same id and still be running, so the process
         # is checked.
         if found is not None and found[1].has_ended():
             self.part(*found, "released")

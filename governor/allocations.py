@@ -2,8 +2,8 @@
 
 It is pure: it uses no file, clock or driver. The sum of guaranteed shares never exceeds 100 %. The
 sum of memory quotas never exceeds a GPU's memory less the reserve, times `memory.overbook`; and the
-containers that may not be parked all fit beside any single one that may. `placement` chooses the
-GPUs of a container, and `shortage` explains a refusal.
+containers that may not be parked all fit alongside any single one that may. `placement` chooses
+the GPUs for a container, and `shortage` explains a refusal.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class AllocationTable:
         return gpu.strategy == "timeslice" or not several
 
     def _check_strategy(self, gpus: Sequence[GpuQuotas], request: Request) -> None:
-        """Refuse named GPUs that are shared by another strategy, or accept no container now."""
+        """Refuse named GPUs that use another strategy, or accept no container now."""
         for gpu in gpus:
             if not self._takes(gpu, request):
                 asked = (
@@ -282,7 +282,7 @@ class AllocationTable:
                     else "a container can have only one GPU under that strategy"
                 )
                 raise RefusedError(
-                    f"GPU {gpu.device.index} is shared by {gpu.strategy}, but {asked}",
+                    f"GPU {gpu.device.index} uses strategy {gpu.strategy}, but {asked}",
                     hint=self._strategy_hint(request),
                 )
             if gpu.closed is not None:
@@ -296,7 +296,8 @@ class AllocationTable:
         others = [str(g.device.index) for g in self._gpus if g.strategy == wanted]
         if not others:
             return "leave tidegate.gpu/strategy out, or ask for one GPU"
-        return f"this node shares GPU {', '.join(others)} by {wanted}"
+        plural = "s" if len(others) > 1 else ""
+        return f"this node uses {wanted} on GPU{plural} {', '.join(others)}"
 
     def _check_host(self, quota: Quota) -> None:
         """Refuse a container whose memory would not fit into host memory when it is parked."""
@@ -339,7 +340,7 @@ class AllocationTable:
         if not fitting:
             wanted = "timeslice" if request.strategy == "auto" else request.strategy
             raise RefusedError(
-                f"no GPU that answers is shared by {wanted}, which this container needs",
+                f"no GPU that answers uses strategy {wanted}, which this container needs",
                 hint=self._strategy_hint(request),
             )
         taking = [gpu for gpu in fitting if gpu.closed is None]

@@ -100,7 +100,7 @@ class RunnerConfig(ctypes.Structure):
 
 PREPARE_NS = 10_000_000
 """Time in nanoseconds after the expected beginning of its grant until which a container may prepare
-work on a GPU shared by MPS. It is longer than most delays of a grant, because a thread that waits
+work on a GPU that uses MPS. It is longer than most delays of a grant, because a thread that waits
 for the grant spins in the last 2 ms of this time."""
 
 
@@ -244,14 +244,14 @@ class Arbiter:
     ) -> None:
         """Report that the holder gave the grant back with `residual_ns` of its work left.
 
-        `processes` is the number of its processes that worked in the grant; it counts as 0 unless
-        `used`.
+        `processes` is the number of its processes that worked during the grant; it counts as 0
+        unless `used`.
         """
         n_active = processes if used else 0
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
 
     def alive(self, alive_ns: int) -> None:
-        """Report when the holder last signalled that work of its overdue grant is still running."""
+        """Report when the holder last signalled that work in its overdue grant is still running."""
         self._library.arbiter_alive(self._self, alive_ns)
 
     def sign(self, tenant: int, sign_ns: int) -> None:
@@ -378,7 +378,7 @@ class Together(Protocol):
 
 
 class Runner:
-    """The thread that shares one GPU among containers by a strategy."""
+    """The thread that shares one GPU among containers according to a strategy."""
 
     def __init__(
         self,
@@ -459,7 +459,7 @@ class Runner:
         self._pages.pop(tenant, None)
 
     def pause(self, tenant: int, *, is_paused: bool) -> None:
-        """End a container's grant at once and give it no more, or grant to it again."""
+        """End a container's grant at once and give it no more, or resume giving it grants."""
         self._library.runner_pause(self._self, tenant, is_paused)
 
     not_steered = ""
@@ -497,7 +497,7 @@ class Runner:
             raise OSError(error, os.strerror(error))
 
     def due(self) -> bool:
-        """Return whether a process on this GPU is waiting for a sample of NVML.
+        """Return whether a process on this GPU is waiting for an NVML sample.
 
         Once it has returned False, `due_fd` becomes readable when another process begins to wait.
         """

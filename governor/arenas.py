@@ -3,7 +3,7 @@
 Each process has its own arena, a memfd that it maps when it registers. The governor makes the arena
 ready piece by piece, so the memory is charged to the governor's control group and not to the
 container's, and exists before it is needed. When the process has ended, the memory is given back
-even if a descriptor of the file was passed on; the kernel clears it before it is used again.
+even if a descriptor of the file has been passed on; the kernel clears it before it is used again.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ GPU_METRICS = (
     _gauge(
         "gpu_mps_running",
         GPU,
-        "1 while its MPS server accepts clients; only for GPUs shared by mps",
+        "1 while its MPS server accepts clients; only for GPUs that use strategy mps",
     ),
     _counter("gpu_mps_faults", GPU, "Fatal faults that ended the work of its MPS clients"),
     _counter("gpu_mps_clients_refused", GPU, "Clients that its MPS server refused"),

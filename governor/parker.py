@@ -48,7 +48,7 @@ UNKNOWN = 1 << 62
 """Larger than any quota. It is used for the memory that a container keeps if it was already leaving
 when it was found, until the container has left and the actual value is known."""
 SAMPLE_NS = 5_000_000_000
-"""Longest wait of a new governor for the first sample of the containers that it finds."""
+"""Longest time that a new governor waits for the first sample of the containers that it finds."""
 
 
 class ListsContainers(Protocol):
@@ -77,7 +77,7 @@ class _Spot:
     said_waits: bool = False
     unsampled_ns: int = 0
     """Time until which nothing is decided for the GPU without a sample of this container, because a
-    new governor has found it; 0 if there is no need to wait."""
+    new governor has found the container; 0 if there is no need to wait."""
 
 
 class Parker:
@@ -257,9 +257,9 @@ class Parker:
             log.warning(
                 "container-not-resident",
                 container=container.identifier,
-                message="the GPU has no room for its memory, although no container uses the memory"
-                " that is reserved for it",
-                hint="the move is retried; nvidia-smi shows what else uses the GPU",
+                message="the GPU has no room for its memory, although no container is using the"
+                " memory that is reserved for it",
+                hint="the move is retried; nvidia-smi shows what else is using the GPU",
             )
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
             spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
@@ -281,7 +281,8 @@ class Parker:
             log.warning(
                 "container-waits",
                 container=container.identifier,
-                message="its calls wait for GPU memory that other containers do not release",
+                message="its calls are waiting for GPU memory that other containers are not"
+                " releasing",
                 hint="tidegate ps shows them; a container that is of class latency and working, or"
                 " that has tidegate.gpu/parking set to never, is not parked",
             )

@@ -3,9 +3,9 @@
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
 other. Two sets are compared by the distances of their farthest pairs; if these are equal, by those
 of the next pairs, and so on, because GPUs that work together wait for the slowest route between
-them. Among equally near sets, it takes the one that leaves the most empty GPUs near each other,
-then the fullest: taking the emptiest would soon use a part of every group, and leave no whole group
-for the next container.
+them. Among equally near sets, `topology` takes the one that leaves the most empty GPUs near each
+other, then the fullest: taking the emptiest would soon use a part of every group, and leave no
+whole group for the next container.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNKNOWN = max(Ancestor) + 1
 class GpuState:
     """State of a GPU at placement time: its use (percent, bytes), and whether the quota fits.
 
-    An `empty` GPU has no container, but can take one.
+    An `empty` GPU has no container, but can accept one.
     """
 
     fits: bool
@@ -77,9 +77,9 @@ def place(policy: str, gpus: Sequence[GpuState], count: int, near: Nearness) -> 
 class _Costs:
     """The cost of a set of GPUs, as one number: a sum over its GPUs and over its pairs.
 
-    Its digits, the most significant first, are: the number of pairs of each distance, the farthest
-    first; the number of pairs of empty GPUs that are broken up, the nearest first; the unused part
-    of the GPUs' time, and of their memory. No digit overflows into the next, so comparing the
+    Its digits, most significant first, are: the number of pairs at each distance, farthest first;
+    the number of pairs of empty GPUs that are broken up, nearest first; the unused part of the
+    GPUs' time, and of their memory. No digit overflows into the next, so comparing the
     numbers compares digit by digit.
     """
 

@@ -75,7 +75,7 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 def open_process(process: Identity) -> int | None:
     """Return a pidfd of exactly this process, or None if it is gone.
 
-    Raise OSError if none can be created, or if the process cannot be read for lack of a file
+    Raise OSError if no pidfd can be created, or if the process cannot be read for lack of a file
     descriptor or memory.
     """
     try:
@@ -252,7 +252,7 @@ def first_of(processes: list[Identity]) -> Identity:
 
 
 def first_of_each(processes: list[Identity]) -> list[Identity]:
-    """Return the first processes of the containers that share a directory, the oldest first.
+    """Return the first processes of the containers that share a directory, oldest first.
 
     Each container has its own mount namespace. A process that created another mount namespace
     inside a container is a descendant of one of the container's processes.

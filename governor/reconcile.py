@@ -36,8 +36,8 @@ SOON_NS = 20_000_000
 """Minimum interval between two samples of a GPU, in nanoseconds."""
 SETTLE_S = 0.01
 """Time from a process's announcement to the sample, in seconds. The process is about to allocate,
-and a sample taken amid allocations counts some of them twice until the next one. It is also the
-shortest interval between two checks of the ledgers: a process can send announcements at any
+and a sample taken amid allocations counts some of them twice until the next sample. This is also
+the shortest interval between two checks of the ledgers: a process can send announcements at any
 rate."""
 POLL_S = SAMPLE_NS / 1e9
 """Longest interval between two checks for a sample that is due, in seconds. The interval ends
@@ -47,7 +47,7 @@ ALONE_NS = 5_000_000_000
 
 
 class Observer(Protocol):
-    """The functions of NVML that a sample needs."""
+    """The NVML functions that a sample needs."""
 
     def memory_used(self, uuid: str) -> int | None:
         """Return the bytes in use on a GPU, None if unknown; raise VdriverError if NVML fails."""
@@ -176,10 +176,10 @@ def _unseen(
 ) -> int | None:
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
-    Return None while a process creates a context: NVML shows the memory before it attributes it to
-    the process. The same applies while a container's memory is being moved on the governor's order.
-    Memory that is parked in host memory is charged in the same way, but is not on the GPU, so it is
-    not counted.
+    Return None while a process is creating a context: NVML shows the memory before it attributes it
+    to the process. The same applies while a container's memory is being moved on the governor's
+    order. Memory that is parked in host memory is charged in the same way, but is not on the GPU,
+    so it is not counted.
     """
     unseen = 0
     for container, of_processes in charges:

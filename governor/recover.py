@@ -272,7 +272,7 @@ class _Search:
         others = self._taken - {row.ledger}
         ledger = find_ledger(processes, wanted, others)
         if ledger is None:
-            # No process uses the GPU, or the state lacks these processes.
+            # No process is using the GPU, or the state lacks these processes.
             ledger = find_ledger(self._mounted.by_name.get(row.key, []), wanted, others)
         return ledger
 

@@ -4,13 +4,13 @@ The module is pure: it uses no clock or driver. A container is resident with its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
 keeps on the GPU what cannot be moved, such as contexts. So the quotas of the resident containers
 and what the parked ones keep never exceed the GPU's memory in total. If a quota does not fit
-beside the minimum that the others keep, only the part that fits counts, so that its container is
+alongside the minimum that the others keep, only the part that fits counts, so that its container is
 not parked for ever.
 
 A container moves to the GPU when one of its calls waits for memory. To make room, the containers
 that have been idle for the longest time leave. A working container leaves only when it has been
-resident for a turn, which is longer where a move costs more; so containers that always work, but do
-not fit on the GPU together, share it in turns of several seconds.
+resident for a turn, which is longer where a move costs more; so containers that always have work,
+but do not fit on the GPU together, share it in turns of several seconds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Whereabouts(enum.Enum):
 
     RESIDENT = "resident"
     LEAVING = "leaving"
-    """It has to be parked, and is still resident as far as is known."""
+    """It has to be parked, but is still resident as far as is known."""
     PARKED = "parked"
     COMING = "coming"
-    """It may be moved back, and is not known to be resident yet."""
+    """It may be moved back, but is not yet known to be resident."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
 
 
 def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
-    """Return the containers, with quotas reduced to what fits beside the minimum of the others.
+    """Return the containers, with quotas reduced to what fits alongside the others' minimum.
 
     A quota is reduced at most by what the others keep when they are parked: admission has ensured
-    that it fits beside the quotas of containers that are never parked.
+    that it fits alongside the quotas of containers that are never parked.
     """
     least = sum(one.least for one in everyone)
     kept = sum(one.least for one in everyone if not one.is_fixed)

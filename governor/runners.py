@@ -83,7 +83,7 @@ class RunnerMaker:
                 busy=partial(self.nvml.busy, device.uuid),
             )
         gate = Runner(self.library, self.config, strategy, self.together.grants)
-        gate.not_steered = f"it is shared by {strategy}" if is_required else ""
+        gate.not_steered = f"it uses strategy {strategy}" if is_required else ""
         return gate
 
     def _is_possible(self, device: Device) -> bool:

@@ -78,7 +78,7 @@ class Scheduled:
             runner.pause(tenant, is_paused=True)
 
     def unpause(self) -> None:
-        """Resume granting to the container."""
+        """Resume giving the container grants."""
         for runner, tenant in zip(self._runners, self._tenants, strict=True):
             runner.pause(tenant, is_paused=False)
         if self._gang == NO_TENANT:

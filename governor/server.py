@@ -280,7 +280,7 @@ class Server:
         }
 
     def mps_event(self, mps: Mps, event: MpsEvent) -> None:
-        """Handle an event from a GPU's MPS server, and tell the containers that share it."""
+        """Handle an event from a GPU's MPS server, and tell the containers that share the GPU."""
         if event.kind == "state":
             self._allocations.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)

@@ -30,7 +30,7 @@ _LOSS = {"keep": 0, "deny": 1, "open": 2}
 _UNKNOWN = {"forward": 0, "count": 1, "refuse": 2}
 
 SEARCH_S = 0.5
-"""Time limit of the search for a container's ledger, in seconds: its processes may have a large
+"""Time limit for the search for a container's ledger, in seconds: its processes may have a large
 number of mappings."""
 
 

@@ -75,7 +75,7 @@ def _hung_up(peer: socket.socket | None) -> bool:
 
 
 def _disconnect(peer: socket.socket) -> None:
-    """Shut down a connection, even if other descriptors of it are open.
+    """Shut down a connection, even if other descriptors for it are open.
 
     The arbiter has one, and any process to which the registered process passed its descriptor may
     have one as well.
@@ -225,8 +225,8 @@ class Slots:
         """Return whether a process is registered, or in the container's control group.
 
         Also return True if the container has no control group. If containers share a pid namespace,
-        a process of another container with the same rights can reach this one's directory through
-        /proc/PID/root. Only the control group distinguishes them.
+        a process of another container with the same rights can reach this container's directory
+        through /proc/PID/root. Only the control group distinguishes them.
         """
         is_registered = any(process.pid == pid for process in self._processes.values())
         return is_registered or self._members.of(pid) is not None
@@ -259,7 +259,9 @@ class Slots:
             self._end(known.slot)
         slot = next((i for i in range(layout.N_SLOTS) if i not in self._processes), None)
         if slot is None:
-            raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
+            raise RuntimeError(
+                f"{layout.N_SLOTS} processes of this container are already using the GPU"
+            )
         process = self._identify(slot, pid, own)
         # The row is stored before the slot is in use: a slot in use without a row would look like
         # damage to the state.
@@ -363,7 +365,7 @@ class Slots:
         return process
 
     def _end(self, slot: int) -> None:
-        """Clear the slot of a process that ended; the driver has freed its memory by now."""
+        """Clear the slot of a process that ended; the driver has already freed its memory."""
         process = self._forget(slot)
         if process.socket is not None:
             _disconnect(process.socket)

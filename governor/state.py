@@ -1,8 +1,8 @@
 """Persistent state of the governor: claims, containers and their processes, in SQLite.
 
 The database is in WAL mode. An answer is sent only after the row that it promises has been written,
-so if a governor is killed, the next one knows every promise that it made. Writes do not wait for
-the disk (fsync): the kernel keeps the writes of a killed process, and after a loss of power the
+so if a governor is killed, every promise that it made is known to the next one. Writes do not wait
+for the disk (fsync): the kernel keeps the writes of a killed process, and after a loss of power the
 processes that they describe are gone as well.
 
 The model in memory is authoritative. While the file cannot be written (for example, on a full
@@ -112,7 +112,7 @@ class ContainerRow:
 
     @property
     def members(self) -> tuple[MemberRow, ...]:
-        """All members, the oldest first."""
+        """All members, oldest first."""
         first = MemberRow(
             self.identifier, self.process, self.confirmed, self.membership, self.owner
         )
@@ -150,7 +150,7 @@ class State:
         self.claims: dict[str, Claim] = {}
 
     def load(self) -> None:
-        """Read the file; a damaged file is set aside and logged, and the model stays empty.
+        """Read the file; a damaged or newer one is set aside and logged, and the model stays empty.
 
         Raise GovernorError if another process has the file open. If the file cannot be read or
         created, that is logged, and `retry` tries again.
@@ -219,7 +219,7 @@ class State:
 
     @staticmethod
     def _read_claims(db: sqlite3.Connection) -> dict[str, Claim]:
-        """Return the claims, including those of earlier boots: they are not announced again."""
+        """Return the claims, including those from earlier boots: they are not announced again."""
         claims: dict[str, Claim] = {}
         for uid, text, seal in db.execute("SELECT uid, row, seal FROM claims"):
             values = _unseal(text, seal)
@@ -231,7 +231,7 @@ class State:
     def _read(
         self, db: sqlite3.Connection
     ) -> tuple[dict[str, ContainerRow], dict[str, dict[int, ProcessRow]], bool]:
-        """Return the rows of this boot, and whether the file has rows of other boots."""
+        """Return the rows from this boot, and whether the file has rows from other boots."""
         containers: dict[str, ContainerRow] = {}
         processes: dict[str, dict[int, ProcessRow]] = {}
         old = False
@@ -262,7 +262,7 @@ class State:
             if values["key"] != key or values["slot"] != slot:
                 raise ValueError(f"process {slot} of {key} is stored in the place of another")
             if key not in containers:
-                old = True  # of another boot, or of a removed container
+                old = True  # from another boot, or of a removed container
                 continue
             processes.setdefault(key, {})[slot] = ProcessRow(
                 slot, Identity(*values["process"]), values["start_us"]

@@ -12,8 +12,8 @@ have returned. Work that depends on another GPU or another process may be unable
 state. The container is then allowed to run for a moment, and the suspension is tried again.
 
 The state is stored as suspended before the first call, and as running after the last one. If the
-governor ends in between, the next one shows the container as suspended, and `resume` continues from
-the actual state of each process.
+governor ends in between, the next governor shows the container as suspended, and `resume` continues
+from the actual state of each process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ POLL_S = 0.01
 NVML_S = 5.0
 """Longest wait for NVML's list of processes, in seconds."""
 END_S = 5.0
-"""Longest wait for the end of the process that makes the calls, after it was killed, in seconds."""
+"""Longest wait for the process that makes the calls to end after it was killed, in seconds."""
 EXTRA_S = 60.0
 SLOWEST = 500_000_000
 """Time allowed for the checkpoint calls, beyond the waits for submitted work: EXTRA_S seconds, plus
@@ -251,7 +251,7 @@ class Suspender:
         """Return the container's processes, registered or not, with the memory that NVML shows."""
         seen: dict[int, int] = {}
         for device in container.devices:
-            # NVML's failure is reported elsewhere; the registered processes are known.
+            # NVML's failure is reported elsewhere; the registered processes are known without it.
             with contextlib.suppress(VdriverError, TimeoutError):
                 listed = asyncio.to_thread(self._computing, device.uuid)
                 for one in await asyncio.wait_for(listed, NVML_S):

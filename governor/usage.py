@@ -30,7 +30,7 @@ MAX_WAITING = 64
 """Maximum number of samples that wait for the process's next query of its pools."""
 
 MAX_CONTEXTS = 64
-"""Maximum number of contexts of one process on one GPU; a higher report is reduced to this."""
+"""Maximum number of contexts of one process on one GPU; a higher value is reduced to this."""
 
 
 class Charge(NamedTuple):
@@ -84,7 +84,7 @@ least one of the numbers."""
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
-    """Return the charge of a process on a GPU of `whole` bytes.
+    """Return the charge of a process on a GPU with `whole` bytes.
 
     No amount of memory exceeds `whole`; times and running totals are not bounded here.
     """
@@ -121,7 +121,7 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
 class Passing:
     """Work that needs no grant: small copies and fills, and copies to and from the host.
 
-    `pending` is true if work of a grant that is over may still be running.
+    `pending` is true if work from a grant that is over may still be running.
     """
 
     count: int
@@ -130,7 +130,7 @@ class Passing:
 
 
 def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
-    """Return the sums of the reports of the processes in `slots`."""
+    """Return the sums of the reports from the processes in `slots`."""
     count = copied = pending = 0
     for slot in slots:
         base = layout.ledger_device(slot, device)
@@ -171,7 +171,7 @@ class Debt:
         self._new_until_ns = 0
         self._told = 0
         self._took = 0
-        # Bytes that the last sample showed and the process had not reported.
+        # Bytes that the last sample showed but the process had not reported.
         self._seen_unreported = 0
         # Samples after which the pools have not been queried yet: end and upper bound of each.
         self._waiting: deque[tuple[int, int]] = deque()
@@ -273,7 +273,7 @@ class Meter(Generic[Key]):
     While others share the GPU, the time is what the processes report (by the GPU's clock, between
     their markers). Because reports are not trusted, it is limited to the time for which the
     container held the GPU according to the arbiter. A container that is alone holds an open grant,
-    in which few markers are recorded, and its held time is not booked before the grant ends. In
+    under which few markers are recorded, and its held time is not booked before the grant ends. In
     this case NVML's samples are used. They are correct only then: under contention a sample names
     only one process.
 

@@ -23,7 +23,7 @@ LIBRARIES = 128 << 20
 """Bytes by which the code of libraries may exceed a quota; see libcontrol/loads.h."""
 
 MEMORY_NS = 1_000_000_000
-"""Time for which each sample has to show more memory than is allowed, before that is a violation.
+"""Time for which each sample has to show more memory than is allowed before that is a violation.
 If a process frees memory and another allocates it, one sample may show both. Memory that the driver
 took is charged within a quarter of a second, and then allocations are refused."""
 MEMORY_LOOKS = 4
@@ -49,7 +49,7 @@ seldom wrong, because NVML's list comes from one call. If it is, the error is at
 memory, which is counted twice if one process freed it and another allocated it."""
 
 GONE_NS = 500_000_000
-"""A violation of memory or registration is over when no sample has shown it for this time."""
+"""A memory or registration violation is over when no sample has shown it for this time."""
 
 SETTLE_NS = 1_000_000_000
 """NVML's utilisation samples cover up to the last second. For this time after a container had the
@@ -61,7 +61,7 @@ a grant is working."""
 EVIDENCE_NS = 2_500_000_000
 """Samples older than this are forgotten."""
 WORKLESS_NS = 2_000_000_000
-"""A violation of compute is over when no sample has named the container for this time."""
+"""A compute violation is over when no sample has named the container for this time."""
 LEAST_PERCENT = 5
 """Lowest percentage that counts: a context's own housekeeping stays below it."""
 LATE_NS = 750_000_000
@@ -87,7 +87,7 @@ def allowed_memory(limit: int, context_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One of NVML's utilisation samples of a container's process, on the monotonic clock."""
+    """One of NVML's utilisation samples for a container's process, on the monotonic clock."""
 
     time_ns: int
     pid: int
@@ -96,7 +96,7 @@ class ProcessSample:
 
 @dataclass(frozen=True)
 class Facts:
-    """The findings of one sample about a container on one GPU."""
+    """The findings from one sample about a container on one GPU."""
 
     now_ns: int
     allowed: int
@@ -115,8 +115,9 @@ class Facts:
 class Episode:
     """A violation from its beginning to its end: what was found, and what was allowed.
 
-    `found` and `allowed` are in bytes for memory, in bytes and 0 for an unregistered process, and
-    in percent of the GPU and 0 for compute. Times are seconds since 1970.
+    For memory, both `found` and `allowed` are in bytes. For an unregistered process, `found` is in
+    bytes, and for compute it is in percent of the GPU; in both cases `allowed` is 0. Times are
+    seconds since 1970.
     """
 
     kind: str
@@ -153,7 +154,7 @@ class Findings:
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
     elsewhere: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """GPUs that the container uses and was not granted, by UUID: their index, and the bytes of each
+    """GPUs that the container uses but was not granted, by UUID: their index, and the bytes of each
     process in the last sample, by host pid. This memory is not held to a quota, and is not a
     violation."""
 
@@ -375,7 +376,7 @@ LONGEST_S = 32.0
 def next_freeze(last_s: float | None) -> float:
     """Return the duration of the next freeze of a container, in seconds.
 
-    `last_s` is the length of the previous freeze, None if this one is the first in a row.
+    `last_s` is the length of the previous freeze, None if this one is the first of a series.
     """
     return FIRST_S if last_s is None else min(2 * last_s, LONGEST_S)
 

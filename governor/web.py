@@ -1,10 +1,10 @@
 """Serve the read-only web page of the node, and the JSON data that it shows.
 
-It is served like the metrics: not at all, on a socket, or on a loopback address. Pages of any site
-in a local browser can send requests to such an address. Therefore the Host of a request must be a
-name that no other host can have (against DNS rebinding), and the request must not come from a page
-of another origin. Container names are untrusted text; the page inserts them only as text, which the
-browser enforces (Trusted Types).
+It is served like the metrics: not at all, on a socket, or on a loopback address. Pages from any
+site in a local browser can send requests to such an address. Therefore the Host of a request must
+be a name that no other host can have (against DNS rebinding), and the request must not come from a
+page of another origin. Container names are untrusted text; the page inserts them only as text,
+which the browser enforces (Trusted Types).
 """
 
 from __future__ import annotations

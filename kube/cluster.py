@@ -176,7 +176,7 @@ class Cluster:
                     if event.get("type") == "ERROR":
                         code = int((event.get("object") or {}).get("code") or 0)
                         raise ClusterError(
-                            f"the watch of ResourceSlice {name} ended",
+                            f"the watch on ResourceSlice {name} ended",
                             hint="the driver starts it again",
                             http=code,
                         )
@@ -184,7 +184,7 @@ class Cluster:
         except ClusterError:
             raise
         except Exception as e:
-            raise _explain(f"the watch of ResourceSlice {name}", e) from e
+            raise _explain(f"the watch on ResourceSlice {name}", e) from e
         finally:
             response.close()
 
@@ -196,7 +196,7 @@ class Cluster:
         )
 
     def pods(self, node: str) -> list[dict[str, Any]]:
-        """Return the pods of a node, from a cache of the API server."""
+        """Return the pods on a node, from the API server's cache."""
         query = {"fieldSelector": f"spec.nodeName={node}", "resourceVersion": "0"}
         answer = self._json(f"pods of node {node}", ApiRequest("GET", "/api/v1/pods", query=query))
         items = answer.get("items")
@@ -229,7 +229,7 @@ class Cluster:
         return document
 
     def _call(self, subject: str, request: ApiRequest, *, timeout: tuple[float, float]) -> Any:
-        """Send a request, and return the response of urllib3 if the API server accepts it."""
+        """Send a request, and return urllib3's response if the API server accepts it."""
         from kubernetes.client.exceptions import ApiException
 
         try:
@@ -255,7 +255,7 @@ def _explain(subject: str, e: Exception) -> ClusterError:
     """Return a one-line error for any exception that the client raised."""
     from kubernetes.client.exceptions import ApiException
 
-    # An SSLError of urllib3 arrives as an ApiException with the status 0.
+    # An SSLError from urllib3 arrives as an ApiException with the status 0.
     if isinstance(e, ApiException) and e.status:
         status = int(e.status)
         said = ""
@@ -265,7 +265,7 @@ def _explain(subject: str, e: Exception) -> ClusterError:
             said = str(e.reason)
         hints = {
             401: "check the service account's token",
-            403: "give the driver's service account the role of packaging/kubernetes/",
+            403: "give the driver's service account the role in packaging/kubernetes/",
             404: "it no longer exists",
             409: "the driver retries",
             422: "report this line as a bug",
@@ -286,6 +286,6 @@ def _explain(subject: str, e: Exception) -> ClusterError:
         hint = (
             "the trusted certificate authority must be the one that issued the API server's"
             " certificate, and that certificate must name the host: see the kubeconfig, or the"
-            " ConfigMap kube-root-ca.crt of the namespace"
+            " ConfigMap kube-root-ca.crt in the namespace"
         )
     return ClusterError(f"{subject}: no answer from the API server: {reason}", hint=hint)

@@ -23,7 +23,7 @@ MAX_MIB = 1 << 24
 mistake, because the resource is counted in MiB."""
 
 SHARE = 10
-"""Guarantee, in percent, of a pod without gpucores. By default, HAMi lets ten containers share a
+"""Guarantee, in percent, for a pod without gpucores. By default, HAMi lets ten containers share a
 GPU."""
 
 HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")

@@ -101,7 +101,7 @@ class Refusals(Protocol):
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """Record that a claim is not prepared yet, and is retried for `seconds`."""
+        """Record that a claim has not been prepared yet, and is retried for `seconds`."""
 
 
 class ClaimDriver:
@@ -146,7 +146,7 @@ class ClaimDriver:
         self._prepared: dict[str, Reference] = {}
         """The prepared claims, by uid; the governor has to know all of them."""
         self.entered: frozenset[str] = frozenset()
-        """Uids of the claims that the governor had at the last call of `differs`, except those that
+        """Uids of the claims that the governor had at the last call to `differs`, except those that
         it was removing."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
@@ -438,7 +438,7 @@ class ClaimDriver:
                 raise error from e
 
     def _entered(self, uid: str) -> dict[str, Any] | None:
-        """Return what the governor knows about a claim, or None if it does not have it."""
+        """Return what the governor knows about a claim, or None if it does not have the claim."""
         return next((one for one in self._governor.claims() if str(one["uid"]) == uid), None)
 
     def _look_up(self, reference: Reference) -> tuple[dict[str, Any], str]:

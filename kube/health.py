@@ -1,6 +1,6 @@
 """Turns the governor's findings about GPUs into health and device taints.
 
-A taint keeps new pods away and evicts none: a finding can be wrong, and on a GPU that does not
+A taint keeps new pods away but evicts none: a finding can be wrong, and on a GPU that does not
 answer, programs end on their own. An operator can evict them with a DeviceTaintRule. The functions
 are pure.
 """

@@ -1,8 +1,8 @@
 """Coordinates the instances of the DRA driver on one node during an update.
 
-The new instance serves before the old one ends. Since 1.33, kubelets support several plugins of one
-driver if their sockets have different names, and call the one that registered last. Both instances
-may therefore prepare claims. Only one of them publishes and reconciles: of the registered
+The new instance is serving before the old one ends. Since 1.33, kubelets support several plugins
+for one driver if their sockets have different names, and call the one that registered last. Both
+instances may therefore prepare claims. Only one of them publishes and reconciles: of the registered
 instances, the one that was started last.
 
 Each live instance holds a lock on its own file in the driver's directory. The other instances
@@ -45,7 +45,7 @@ LATELY_S = 120.0
 """How long another instance counts as present after it was last seen, in seconds."""
 MAX_HOLD_S = 20.0
 """Longest wait in seconds for another instance to release a claim. No instance needs that long,
-because it does not wait for anything while it holds a claim."""
+because instances do not wait for anything while they hold a claim."""
 
 
 class Instance:
@@ -107,12 +107,12 @@ class Instance:
             self.close()
             if self.name:
                 raise SocketError(
-                    f"another driver with fixed socket names, or the device plugin, uses"
-                    f" {self._directory}",
+                    f"another driver with fixed socket names, or the device plugin, is already"
+                    f" using {self._directory}",
                     hint="stop it first (kubectl delete daemonset)",
                 ) from e
             raise SocketError(
-                f"another driver uses {self._directory}",
+                f"another driver is already using {self._directory}",
                 hint="stop it first (a DaemonSet with maxSurge 0 does), or name each instance"
                 " (--instance)",
             ) from e

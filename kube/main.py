@@ -135,8 +135,8 @@ class DriverLoop:
         now = time.monotonic()
         self._take_or_leave()
         self._look(now)
-        # Nothing is published before the kubelet knows the driver: pods would be scheduled to this
-        # node and never start.
+        # Nothing is published before the kubelet has registered the driver: pods would be scheduled
+        # to this node but never start.
         if not self._known:
             self._wait(now)
         if not self.leading:
@@ -150,7 +150,7 @@ class DriverLoop:
 
     @property
     def stands_by(self) -> bool:
-        """Whether the kubelet knows this driver, and another instance publishes."""
+        """Whether the kubelet has registered this driver, but another instance publishes."""
         return self._known and not self.leading
 
     def _take_or_leave(self) -> None:
@@ -286,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
         "--instance",
         default=os.environ.get("POD_UID", ""),
         metavar="NAME",
-        help="a name for the sockets, usually the pod's uid. With it, a kubelet 1.33 or newer"
+        help="a name for the sockets, usually the pod's uid. With it, kubelet 1.33 or newer"
         " accepts this driver alongside the one that it replaces; without it, this driver is the"
         " only one (default: POD_UID)",
     )
@@ -366,7 +366,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class _Service:
-    """The parts of the driver of one node, and their threads."""
+    """The parts of one node's driver, and their threads."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         cluster = Cluster(args.kubeconfig)

@@ -21,7 +21,7 @@ from kube.names import DRIVER
 
 SCHEMA_FILE = Path(__file__).with_name("tidegate_config.schema.json")
 MAX_EXCERPT = 300
-"""Maximum length in characters of an excerpt of a foreign document in an error."""
+"""Maximum length in characters of an excerpt from a foreign document in an error."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def check(document: object, where: str) -> None:
     except RecursionError as e:
         raise ClaimError(
             f"{where}: the document is nested too deeply",
-            hint="the value of an option is a string or a number",
+            hint="the value of an option is a string, a number or a boolean",
         ) from e
     if error is None:
         return

@@ -4,7 +4,7 @@
 
 It is meant for clusters that cannot share devices through DRA. A container asks for
 `tidegate.gpu/memory-gib: 8`; the node's policy determines how much of the GPU's time comes with
-that. The allocation is encoded in the hook's arguments, in a CDI file of the node. It is never
+that. The allocation is encoded in the hook's arguments, in a CDI file on the node. It is never
 passed in the environment, which a pod can override.
 """
 
@@ -51,7 +51,7 @@ SOCKET = "tidegate-gpu-memory.sock"
 PERIOD_S = 1.0
 """Interval between two steps of the loop, in seconds."""
 AWAY_S = 15.0
-"""Seconds that a governor may be away, as in a restart, before the units become unhealthy."""
+"""Seconds that a governor may be away, as during a restart, before the units become unhealthy."""
 MAX_PAUSE_S = 30.0
 """Longest pause between two attempts to register, in seconds."""
 CALL_S = 10.0
@@ -186,7 +186,7 @@ class Allocations:
                 try:
                     self._governor.claim(claim.describe())
                 except RefusedError as e:
-                    del self._given[uid]  # a container that starts with it gets the error
+                    del self._given[uid]  # a container that starts with the claim gets the error
                     log.warning("units-lost", uid=uid, message=e.message, hint=e.hint)
                 else:
                     log.info("units-restored", uid=uid)
@@ -257,7 +257,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Choose units of one GPU: the fullest GPU that has room."""
+        """Choose units of one GPU: the fullest GPU with enough room."""
         response = messages.PreferredAllocationResponse()
         for one in request.container_requests:
             chosen = prefer(

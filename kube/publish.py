@@ -23,18 +23,18 @@ from kube.slices import normalised
 log = structlog.get_logger()
 
 INTERVAL_S = 6.0
-"""Minimum interval between two writes, in seconds; the next write contains all changes made until
-then."""
+"""Minimum interval between two writes, in seconds; the next write contains all changes made up
+to then."""
 WATCH_S = 540
 """Duration of one watch request, in seconds."""
 OWN = 16
 """Number of resource versions, written or read, that are kept, because their events may still
 arrive."""
 PACE_S = 1.0
-"""Pause in seconds after a change of the slice by another client."""
+"""Pause in seconds after a change to the slice by another client."""
 GATE = GateError(
-    "the API server drops allowMultipleAllocations or requestPolicy of ResourceSlices: its feature"
-    " gate DRAConsumableCapacity is off",
+    "the API server drops allowMultipleAllocations or requestPolicy from ResourceSlices: its"
+    " feature gate DRAConsumableCapacity is off",
     hint="turn it on (in Kubernetes 1.36 it is on by default), or run the device plugin instead"
     " (docs/howto/kubernetes.md); no GPU was offered",
 )

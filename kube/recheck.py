@@ -4,7 +4,7 @@ For a moment kube-scheduler counts a newly allocated share twice: as an allocati
 the claim, which its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
 it tries at that moment seems too large. No cluster event corrects that, so the pod waits for up to
 five minutes. An update of any ResourceSlice, whatever it changes, makes the scheduler try such pods
-again. Therefore an annotation of the slice gets a new value soon after claims are prepared, if a
+again. Therefore an annotation on the slice gets a new value soon after claims are prepared, if a
 GPU still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
@@ -24,15 +24,15 @@ from kube.quantity import MIB
 from kube.slices import CONTEXT_MEMORY
 
 ANNOTATION = f"dra.{DRIVER}/recheck"
-"""Annotation of the slice: the number of retries so far, and a digest of the claims at the last
-one."""
+"""Annotation on the slice: the number of retries so far, and a digest of the claims at the last
+retry."""
 DELAY_S = 1.0
 """Seconds from the first new claim to the update. The delay is short, so that a waiting pod is
-retried while the others start: on a cluster of one node, after 2.6 to 4.4 s (after 6.7 s with a
+retried while the others start: on a one-node cluster, after 2.6 to 4.4 s (after 6.7 s with a
 delay of 5 s)."""
 INTERVAL_S = 6.0
 """Minimum interval between two updates of a node's slice, in seconds: each makes the scheduler try
-all pods of the cluster that are waiting for a claim."""
+all pods in the cluster that are waiting for a claim."""
 
 _MARK = re.compile(r"([0-9]{1,18})-([0-9a-f]{16})")
 
@@ -44,7 +44,7 @@ class Recheck:
         self._delay = delay
         self._interval = interval
         self._covered: frozenset[str] | None = None
-        """Claims that an update of the slice covers; None if they are known only by the mark."""
+        """Claims that an update of the slice covers; None if they are known only from the mark."""
         self._since: float | None = None
         """Time at which a claim that no update covers was first seen."""
         self._updated: float | None = None

@@ -1,10 +1,10 @@
 """Makes the kubelet retry pods at once when the driver can prepare their claims.
 
 If the driver is absent or refuses a call, the kubelet does not retry the pod until the pod's next
-resync, 60 to 90 s later, unless the pod changes. So the driver writes the current time into an
-annotation of the pod if a call has timed out waiting for a temporary condition to pass, or if the
-pod was already waiting when the driver was registered, as after a reboot. The driver may change
-only that annotation, and only on pods of its own node (packaging/kubernetes/base/resync.yaml).
+resync, 60 to 90 s later, unless the pod changes. The driver therefore writes the current time into
+an annotation on the pod if a call has timed out waiting for a temporary condition to pass, or if
+the pod was already waiting when the driver was registered, as after a reboot. The driver may change
+only that annotation, and only on pods on its own node (packaging/kubernetes/base/resync.yaml).
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ reports its pods late."""
 RETRY_S = 5.0
 """Seconds from a failed search to the next."""
 MAX_PENDING = 1024
-"""Maximum number of pods that wait for their annotation."""
+"""Maximum number of pods that are waiting for their annotation."""
 
 
 class PodApi(Protocol):
     """The requests to the API server about pods and their claims."""
 
     def pods(self, node: str) -> list[dict[str, Any]]:
-        """Return the pods of a node."""
+        """Return the pods on a node."""
 
     def claim(self, namespace: str, name: str) -> dict[str, Any]:
         """Return a ResourceClaim."""
 
     def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
-        """Set an annotation of a pod."""
+        """Set an annotation on a pod."""
 
 
 class ClaimRecord(Protocol):
-    """The driver, which knows the claims that the kubelet has asked for."""
+    """The driver, which knows which claims the kubelet has asked for."""
 
     def was_asked(self, uid: str) -> bool:
         """Return whether the driver prepared the claim for a kubelet, or is working on it."""
@@ -70,7 +70,7 @@ class Resync:
         self._stopped = False
 
     def registered(self) -> None:
-        """Schedule searches for waiting pods, because the kubelet knows the driver now."""
+        """Schedule searches for waiting pods, because the kubelet has registered the driver."""
         now = time.monotonic()
         with self._changed:
             self._searches = [now + after for after in SEARCH_DELAYS_S]
@@ -123,7 +123,7 @@ class Resync:
             self._changed.notify_all()
 
     def _search(self) -> None:
-        """Annotate each waiting pod of the node that has a claim the kubelet has not asked for."""
+        """Annotate each waiting pod on the node that has a claim the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
                 if _waits(pod) and self._has_unasked_claim(pod):
@@ -169,7 +169,7 @@ class Resync:
         try:
             self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
         except ClusterError as e:
-            # The pod is gone, or another one has its name, so it no longer waits.
+            # The pod is gone, or another one has its name, so it is no longer waiting.
             if e.http != 404 and "metadata.uid" not in e.message:
                 self._failed(e)
             return

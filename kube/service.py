@@ -1,7 +1,7 @@
 """Serves the kubelet's gRPC calls on two sockets, one for registration and one for the driver.
 
-A socket that was removed is created again (`Endpoints.poll`): the kubelet forgets a plugin when its
-socket is removed, and finds the plugin again through the new socket.
+A socket that has been removed is created again (`Endpoints.poll`): the kubelet forgets a plugin
+when its socket is removed, and finds the plugin again through the new socket.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _call(context: Any, reference: Reference) -> CallContext:
 
 
 def _check_time(context: Any, reference: Reference) -> None:
-    """Refuse a call that is over or late: the kubelet may by now have requested the opposite."""
+    """Refuse a call that is over or late: the kubelet may since have requested the opposite."""
     left = context.time_remaining()
     if not context.is_active() or (left is not None and left < RESERVE_S):
         raise SocketError(

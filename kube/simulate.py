@@ -56,7 +56,7 @@ class PodShape:
 
 @dataclass(frozen=True)
 class ClusterPolicy:
-    """A policy of a cluster: whether GPUs are shared, and which nodes are preferred."""
+    """A policy for a cluster: whether GPUs are shared, and which nodes are preferred."""
 
     name: str
     shares: bool
@@ -184,7 +184,7 @@ class SimulatedCluster:
                     self._next = (node + 1) % nodes
                     break
             node = node + 1 if node + 1 < nodes else 0
-        # A search of all nodes ends where it began, so the next one begins there as well.
+        # A search of all nodes ends where it began, so the next search begins there as well.
         return best
 
     def change(self, node: int, gpus: Sequence[int], shape: PodShape, cpu: int, sign: int) -> None:
@@ -250,7 +250,7 @@ class _Simulation:
         """Run a pod, or let it wait."""
         found = None
         needs = self.cluster.needs(pod.shape)
-        # If a pod of the same shape is waiting already, there is no room for this one either.
+        # If a pod of the same shape is already waiting, there is no room for this one either.
         if not self.waiting.get(needs):
             found = self.cluster.choose(needs)
         if found:
@@ -259,7 +259,7 @@ class _Simulation:
             self.waiting.setdefault(needs, deque()).append(pod)
 
     def finish(self, now: float) -> None:
-        """End the pod that ends first, and run those that waited for its room."""
+        """End the pod that ends first, and run those that were waiting for the room it frees."""
         _, _, node, gpus, needs, pod = heapq.heappop(self.running)
         self.cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), 1)
         self.used -= pod.shape.gpus

@@ -3,7 +3,7 @@
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
 another default. Where the node grants more memory than a GPU has (`memory.overbook`), the GPU
-offers more than one claim can have. The functions are pure.
+offers more than a single claim can have. The functions are pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DEVICES = 64
 """Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
-"""Memory of a context, in bytes. It is the minimum of a claim, unless the governor reports one."""
+"""Memory of a context, in bytes. It is the minimum for a claim, unless the governor reports one."""
 
 
 @dataclass(frozen=True)

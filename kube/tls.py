@@ -1,4 +1,4 @@
-"""Sets up TLS to the API server, with all certificate checks except the strict ones of Python 3.13.
+"""Sets up TLS to the API server, with all certificate checks except Python 3.13's strict ones.
 
 Python 3.13 sets VERIFY_X509_STRICT by default, which refuses CA certificates without a key usage
 extension. Clusters often have such certificates (EKS, microk8s, older kubeadm), and all other

@@ -19,7 +19,7 @@ from kube.claims import AllocatedClaim, AllocatedShare, Reference
 
 GIB = 1 << 30
 NAMESPACE = NODE
-"""Namespace of the plugin's claims in the governor; no namespace of a cluster has that name."""
+"""Namespace of the plugin's claims in the governor; no namespace in a cluster has that name."""
 _UNIT = re.compile(r"([A-Za-z0-9-]{1,58})\.([0-9]{1,4})")
 _SHARE = re.compile(r"units-([0-9a-f]{1,240})")
 
@@ -35,7 +35,7 @@ class UnitPolicy:
     def share(self, units: int, all_units: int) -> tuple[int, int]:
         """Return the guarantee and the cap, in percent, for `units` of a GPU's `all_units`.
 
-        Shares in proportion are rounded down to whole percent, so they never add up to more than
+        Proportional shares are rounded down to whole percent, so they never add up to more than
         100. The exception is the minimum guarantee of 1 %, if the proportion would be less: on a
         GPU with more than 100 units, the governor may refuse a container although units are left.
         """
@@ -108,7 +108,7 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
 
 
 def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list[str]:
-    """Return the best units for a container: those of the fullest GPU that has room."""
+    """Return the best units for a container: those of the fullest GPU with enough room."""
     included = list(included)
     left: dict[str, list[int]] = {}
     for name in {*available, *included}:
@@ -116,7 +116,7 @@ def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list
         if match:
             left.setdefault(match[1], []).append(int(match[2]))
     fixed = [match[1] for match in map(_UNIT.fullmatch, included) if match]
-    # If the kubelet has chosen some units already, the others have to be on the same GPU.
+    # If the kubelet has already chosen some units, the others have to be on the same GPU.
     candidates = [
         (len(units), gpu)
         for gpu, units in left.items()

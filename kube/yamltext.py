@@ -1,10 +1,10 @@
 """Changes values in a YAML text and keeps the comments and format of everything else.
 
-PyYAML drops comments. A document is therefore read twice, as values and as nodes that know their
-positions in the text. Where two values differ, only those positions are overwritten. Where that is
-not possible (in flow collections, for example), the smallest enclosing part is rewritten. The
-result is read again and compared. If it differs, or if a mapping with a merge key or a repeated key
-has to be edited, the whole document is rewritten. A rewritten part loses its comments.
+PyYAML drops comments. A document is therefore read twice, as values and as nodes that record
+their positions in the text. Where two values differ, only those positions are overwritten. Where
+that is not possible (in flow collections, for example), the smallest enclosing part is rewritten.
+The result is read again and compared. If it differs, or if a mapping with a merge key or a repeated
+key has to be edited, the whole document is rewritten. A rewritten part loses its comments.
 """
 
 from __future__ import annotations

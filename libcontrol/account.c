@@ -245,8 +245,8 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
 }
 
 /* Notes that pools may have shrunk by `size` bytes since they were last queried. Called after the
- * charge was lowered: a reader that reads `shrunk` first then sees the change in at least one of
- * the two. */
+ * charge has been lowered: a reader that reads `shrunk` first then sees the change in at least one
+ * of the two. */
 void account_shrunk(int device, uint64_t size, bool unseen)
 {
     if (!unseen && size)
@@ -263,7 +263,7 @@ bool account_try(int device, uint64_t size, bool unseen)
         return false;
     account_moves(device, size, unseen);
     /* Two processes that reserve at the same time may see each other and both back off although one
-     * of them would fit. So each of them tries a few more times before it gives up. */
+     * of them would fit. Each of them therefore tries a few more times before it gives up. */
     for (int attempt = 0;; attempt++) {
         account_add(device, size, unseen);
         if (likely(account_used(device) <= limit))
@@ -335,7 +335,7 @@ static uint64_t account_wait_begin(int device, uint64_t now)
     return now + ACCOUNT_LONG_NS;
 }
 
-/* A wait that began at `began` has produced a result, so the next one may be long as well. */
+/* A wait that began at `began` has produced a result, so the next wait may be long as well. */
 static void account_wait_end(int device, uint64_t began)
 {
     __atomic_compare_exchange_n(&account_waited[device], &began, 0, false, __ATOMIC_RELAXED,

@@ -4,7 +4,7 @@
  *   account.c     charges: the sum over the container's processes against the quota
  *   account_blocks.c   the charges for blocks of memory, from their allocation to their end
  *   blocks.c      the live allocations of this process
- *   held.c        the charge for what a pool of the driver holds
+ *   held.c        the charge for what one of the driver's pools holds
  *   pools.c, pool_allocations.c   stream-ordered allocation
  *   graphs.c      memory of graphs
  *   vmm.c         physical allocations and their mappings
@@ -25,7 +25,7 @@
 /* ---- blocks.c ---- */
 
 enum block_kind {
-    BLOCK_MEMORY, /* by device address: cuMemAlloc and everything that cuMemFree takes */
+    BLOCK_MEMORY, /* by device address: cuMemAlloc and everything that cuMemFree accepts */
     BLOCK_SLAB,   /* by device address: 2 MiB that the driver cuts small blocks from */
     BLOCK_ARRAY,
     BLOCK_EXTERNAL,
@@ -97,7 +97,7 @@ struct account_charge {
     uint8_t flags;
     uint8_t owner;
     uint64_t size;    /* bytes charged */
-    uint64_t claimed; /* bytes of the call that is under way */
+    uint64_t claimed; /* bytes claimed by the call that is under way */
     uint64_t taking;  /* bytes that the driver is about to take on its own */
     bool inside;      /* the call keeps memory where it is: see parking.h */
     bool shared;      /* the call closes a block that is open more than once */
@@ -265,8 +265,8 @@ uint64_t array_size_mipmapped(const CUDA_ARRAY3D_DESCRIPTOR *desc, unsigned int 
 /* ---- held.c ---- */
 
 /*
- * The charge for what a pool of the driver holds. Several threads change that amount, and only the
- * driver knows it. One word holds the amount and a version, so that an older answer never
+ * The charge for what one of the driver's pools holds. Several threads change that amount, and
+ * only the driver knows it. One word holds the amount and a version, so that an older answer never
  * replaces a later one: see held_settle().
  */
 struct held {

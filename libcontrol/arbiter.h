@@ -1,7 +1,7 @@
 /*
  * The arbiter decides which container may start work on a GPU, and until when.
  *
- * It is pure: it has no clock, no thread and no shared memory. The caller passes the time and the
+ * It is pure: it has no clock, no threads and no shared memory. The caller passes the time and the
  * events; arbiter_step() returns the decision and the time of the next call. A test can therefore
  * simulate hours on a virtual clock in milliseconds, and `runner.c` uses the real clock.
  *
@@ -60,9 +60,9 @@ struct arbiter_stats {
     uint64_t grants;
     uint64_t charged_ns;  /* GPU time charged */
     uint64_t lent_ns;     /* of that, beyond the guarantee */
-    uint64_t held_ns;     /* time held, of grants that ended */
+    uint64_t held_ns;     /* time held, in grants that have ended */
     uint64_t overdue;     /* grants that were taken away */
-    uint64_t handover_ns; /* time held but not charged, of grants with a settled charge */
+    uint64_t handover_ns; /* time held but not charged, in grants with a settled charge */
     uint64_t since_ns;    /* when the grant that it holds began; 0: it holds none */
     uint64_t open;        /* 1: that grant has no end, and all of it will be charged */
 };
@@ -116,8 +116,8 @@ ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_
                                 uint32_t limit);
 ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);
 ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
-/* The holder gave the grant back. `n_active`: number of its processes that worked in the grant; 0:
- * the grant was not used. */
+/* The holder gave the grant back. `n_active`: number of its processes that did work during the
+ * grant; 0: the grant was not used. */
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
                                      uint64_t residual_ns, uint32_t n_active);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);

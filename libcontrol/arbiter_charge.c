@@ -147,8 +147,8 @@ static bool was_early(const struct arbiter *arbiter, double end)
  * result is also 1 if the arbiter ended the grant, or if no other container is owed time at its
  * end.
  *
- * A container that works for a moment and sleeps again makes the GPU switch contexts twice, and
- * keeps others from the GPU for longer than it works itself. If that were free, several such
+ * A container that runs for a moment and sleeps again makes the GPU switch contexts twice, and
+ * keeps others from the GPU for longer than it runs itself. If that were free, several such
  * containers together could take more than their shares.
  */
 static double worth_its_switch(const struct arbiter *arbiter, double held, double end)
@@ -197,7 +197,7 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
         t->unsettled_held += cost;
-        /* Processes that work at the same time each report all of that time. */
+        /* Processes that run at the same time each report all of that time. */
         if (n_active == 1)
             t->unsettled_beside += (double)arbiter->config.beside_ns;
         /* If no other container waited, none could have used the time that was left unused.
@@ -250,8 +250,8 @@ void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
 /* Cancels what all containers are owed in common. Where hand-overs and pauses leave less GPU time
  * than is owed, the time for which all containers wait is owed to none of them, so that the bound
  * on what a container is owed does not erase the differences between them. The time for which they
- * waited because of work that outlasts its grant is not cancelled: the container of that work pays
- * for it later. */
+ * waited because of work that outlasts its grant is not cancelled: the container that submitted
+ * that work pays for it later. */
 void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant *except)
 {
     double common = 1e300, most = 0;

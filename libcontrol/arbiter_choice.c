@@ -102,7 +102,7 @@ double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *
 }
 
 /* Whether ending the holder's grant at `at` is worth a hand-over: whether `t` will then be far
- * enough behind the holder, if the holder works until then. */
+ * enough behind the holder, if the holder runs until then. */
 bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
 {
     const struct tenant *holder = &arbiter->tenants[arbiter->holder];

@@ -6,7 +6,7 @@
 
 #define MAX_LAG_NS 1000000000.0 /* longest time that a container may be owed, in ns */
 #define SLICE_NS   500000.0     /* minimum length of a grant cut short for a returning container */
-#define SEVERAL    2            /* assumed number of working processes where it is not known */
+#define SEVERAL    2            /* assumed number of active processes where it is not known */
 
 struct tenant {
     bool used;
@@ -19,7 +19,7 @@ struct tenant {
     double capped_at; /* the same at the cap */
     double lent_tag;  /* start tag of the fair order in which idle time is lent */
     uint64_t asleep;  /* since when it has neither wanted nor held the GPU; else ARBITER_NEVER */
-    double busy_seen, busy_told; /* GPU time on the GPU's clock: accounted for, and reported */
+    double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
     /* Grants with an estimated use, which the GPU's clock will correct. */
     double unsettled_charge, unsettled_held;
     double unsettled_beside; /* by how much its use may exceed the time for which it held the GPU */

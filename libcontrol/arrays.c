@@ -1,6 +1,6 @@
 /*
  * Computes how much memory the driver takes for an array, which the driver does not report, and
- * ends the charge of an array that is destroyed.
+ * ends the charge for an array that is destroyed.
  *
  * Measured on an H200: rows are rounded up to multiples of 64 bytes, heights to multiples of 8
  * rows, depths of more than 16 to multiples of 16, and smaller depths to a power of two. The number

@@ -23,7 +23,7 @@
 
 #define CONTROL_EXPORT __attribute__((visibility("default")))
 
-/* origin.c: functions of the driver that the library itself calls, in addition to those of the API
+/* origin.c: functions of the driver that the library itself calls, in addition to those in the API
  * table. */
 struct driver_cuda {
     CUresult (*cuDeviceGetCount)(int *count);

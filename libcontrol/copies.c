@@ -3,7 +3,7 @@
  * the gate. Those to and from the host are only counted, and so are small copies by calls that do
  * not specify the direction, because the driver would have to be queried for it.
  *
- * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
+ * On an H200 a 4 MiB copy takes 7 us, of which 5 us are the same for any size. Beyond that, the
  * rate is 2 TB/s for a copy and 4 TB/s for a fill.
  */
 #include "copies.h"
@@ -198,7 +198,7 @@ struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count)
     return copy;
 }
 
-/* A logical endpoint is memory of a GPU, here or elsewhere in the fabric. */
+/* A logical endpoint is memory on a GPU, here or elsewhere in the fabric. */
 struct copy copy_fabric(const CUDA_FABRIC_COPY_BATCH_OP *ops, size_t count)
 {
     struct copy copy = {COPY_DEVICE, 0};

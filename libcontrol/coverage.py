@@ -36,14 +36,14 @@ DEFINED = re.compile(
     r"^\s*#define (cu\w+)\s+(?:__CUDA_API_(PT[SD][ZS])\()?(cu\w+)\)?\s*$", re.MULTILINE
 )
 AS_EXPORTED = "\n#if defined(__CUDA_API_VERSION_INTERNAL)\n"
-"""Text of cuda.h after which the header undefines its macros and declares the hidden forms."""
+"""Text in cuda.h after which the header undefines its macros and declares the hidden forms."""
 
 
 @dataclass(frozen=True)
 class Function:
     """A function of the driver API, its effect and what the control library does with it.
 
-    `effect` is a table of functions.toml, or None if the function is unknown. `method` is that of
+    `effect` is a table in functions.toml, or None if the function is unknown. `method` is that of
     libcontrol.api, or "forward" if the call goes to the driver directly.
     """
 

@@ -1,5 +1,5 @@
 /*
- * Types of the CUDA driver API that pass through the control library, with the values of NVIDIA's
+ * Types of the CUDA driver API that pass through the control library, with the values in NVIDIA's
  * cuda.h 13.5. Handles are opaque.
  */
 #pragma once

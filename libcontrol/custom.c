@@ -44,7 +44,7 @@ static void custom_mps_point(void)
 }
 
 /*
- * A client of an MPS server works in the server's context, as do the server's other clients. A
+ * A client of an MPS server runs in the server's context, as do the server's other clients. A
  * container without the strategy `mps` may not use a daemon that it started itself.
  */
 static bool custom_mps_allowed(void)

@@ -612,7 +612,7 @@ CUresult cuStreamBeginCaptureToCig_ptsz(CUstream hStream, CUstreamCigCapturePara
 CUresult cuStreamEndCaptureToCig(CUstream hStream);
 CUresult cuStreamEndCaptureToCig_ptsz(CUstream hStream);
 
-/* One row per function of the table: its name, the offset in struct real_cuda of the
+/* One row per function in the table: its name, the offset in struct real_cuda of the
  * pointer to the driver's own function, and its replacement. */
 struct control_hook {
     const char *name;

@@ -134,10 +134,10 @@ bool estimate_unchecked(const struct estimate *e, const struct estimate_interval
 
 /*
  * Learns from a measured interval. Where kernels wait for each other on several GPUs, or run
- * alongside others' work, a long measurement is mostly waiting. So one measurement raises an
- * estimate by the factor `rise` at most, and estimates stay near the shortest measurement. If
- * estimates were means, a collective's kernel would seem too long for a grant, except as its first
- * work.
+ * alongside others' work, a long measurement is mostly waiting. One measurement therefore
+ * raises an estimate by the factor `rise` at most, and estimates stay near the shortest
+ * measurement. If estimates were means, a collective's kernel would seem too long for a grant,
+ * except as its first work.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)

@@ -211,8 +211,8 @@ cold long exports_follow(uint64_t handle, int fd, bool for_ever)
     return failed;
 }
 
-/* Called after an allocation was exported as a descriptor, while the caller holds a reference to
- * it. */
+/* Called after an allocation has been exported as a descriptor, while the caller holds a reference
+ * to it. */
 cold void exports_note(uint64_t handle, int fd)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -280,8 +280,8 @@ static bool closed_visit(const struct block *block, void *data)
     return true;
 }
 
-/* Refunds allocations whose descriptors were closed since the last call. Returns whether there
- * were any. */
+/* Refunds allocations whose descriptors have been closed since the last call. Returns whether
+ * there were any. */
 cold static bool exports_settle(void)
 {
     uint64_t bytes[LAYOUT_N_DEVICES] = {0};

@@ -6,7 +6,7 @@
 
 #define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last use */
 #define RECENT_NS 100000000ull  /* and is granted without a request for this long */
-#define QUIET_NS  300000ull     /* no GPU was wanted or held for this long: the turn is over */
+#define QUIET_NS  300000ull     /* with no GPU wanted or held for this long, the turn is over */
 /* How long a GPU that a gang gave back is kept for it while it holds another: a kernel of a
  * collective may be running on that other GPU. */
 #define SPLIT_NS        500000ull

@@ -5,13 +5,13 @@
  * uses several GPUs, a gang, therefore has its turn on all of them together. The turn
  * begins when the arbiter of each of these GPUs would choose the gang, and it ends on all of them
  * at the same time. While it lasts, no other gang that uses one of these GPUs has a turn. A gang
- * that waits for a GPU of another gang thus holds none itself, and no two gangs wait for each
+ * that is waiting for another gang's GPU thus holds none itself, and no two gangs wait for each
  * other. Containers with one GPU wait for no other GPU; they run where no turn is in progress.
  *
  * A GPU counts as used for a second after the container's last work or wait there: a container that
  * uses only one of its GPUs is not a gang.
  *
- * Like the arbiter, this policy has no clock, no thread and no lock. gangs_step() steps one GPU's
+ * Like the arbiter, this policy has no clock, no threads and no locks. gangs_step() steps one GPU's
  * arbiter, and returns which other GPUs have to be stepped as a result.
  */
 #pragma once

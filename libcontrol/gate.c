@@ -19,7 +19,7 @@
 #include <string.h>
 
 #define GATE_NAP_NS         (250 * NS_PER_US)  /* interval between two checks of a full queue */
-#define GATE_NEW_NS         (20 * NS_PER_US)   /* the same, for work that was never measured */
+#define GATE_NEW_NS         (20 * NS_PER_US)   /* the same, for work never measured before */
 #define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers under an open grant */
 #define GATE_GAP_NS         (NS_PER_MS)        /* a longer idle time is a gap in an interval */
 #define GATE_REST_NS        (50 * NS_PER_MS)   /* a longer pause says nothing about the next */
@@ -42,7 +42,8 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
     if (deadline == GRANT_OPEN)
         return GATE_GO;
     /* Up to half of the work may lie after the deadline, so on average a grant is used to its end.
-     * A new grant takes one piece of work of any length; its time after the deadline is charged. */
+     * A new grant accepts one piece of work of any length; its time after the deadline is
+     * charged. */
     if (now + queued + predicted / 2 > deadline && (queued || (g->active && !gate_lost(now))))
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
@@ -105,7 +106,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     os_unlock(&g->lock);
     if (poke)
         pages_poke();
-    /* The governor announced the grant: a core that sleeps now would wake up too late. */
+    /* The governor has announced the grant: a core that sleeps now would wake up too late. */
     standby = gate_spin_until(grant, now);
     while (os_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         os_relax();
@@ -113,8 +114,8 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     gate_lock(g);
 }
 
-/* Returns how much work may be held, in ns. All of it runs when the next grant begins, which may be
- * a short one. */
+/* Returns how much work may be held, in ns. All of it runs when the next grant begins, and that
+ * grant may be short. */
 static uint64_t gate_hold_ns(const struct gate *g)
 {
     uint64_t most = atomic_load_relaxed(&pages_grant()->inflight_ns);
@@ -132,7 +133,7 @@ static uint64_t gate_hold_ns(const struct gate *g)
  * needed, and the work released with it would itself spin.
  *
  * Where containers share one context of the GPU, only the next holder holds work: waiting streams
- * delay each launch of the running container (H200, kernels of 25 us: by 2 us with three such
+ * delay each launch of the running container (H200, 25 us kernels: by 2 us with three such
  * streams, and not at all with one).
  */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind, uint64_t now)
@@ -175,7 +176,7 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
                   ledger);
 }
 
-/* Initialises the gate of a GPU at its first use, and starts the helper. The lock is held before
+/* Initialises the gate of a GPU on its first use, and starts the helper. The lock is held before
  * and after, but not while the helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
@@ -542,8 +543,8 @@ void gate_forget_context(CUcontext ctx)
 }
 
 /* Resets the gate in a forked child: the threads that held locks do not exist there, nor do the
- * GPU's contexts. A gate that was not used is left alone, so that its many pages are not
- * touched. */
+ * GPU's contexts. A gate that has not been used is left alone, so that its many pages are
+ * not touched. */
 void gate_after_fork(void)
 {
     for (unsigned device = 0; device < pages_n_devices(); device++) {

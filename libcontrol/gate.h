@@ -37,7 +37,7 @@ struct gate {
     bool released;  /* the grant was given back */
     bool drained;   /* the ends of the streams' work were marked when the grant ended */
     bool passing;   /* the grant is open: launches use passes and are not tracked */
-    bool blind;     /* such launches were made, and their ends have not been marked yet */
+    bool blind;     /* such launches have been made, and their ends have not been marked yet */
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is querying the oldest marker */
     uint32_t epoch;

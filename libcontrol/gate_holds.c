@@ -6,7 +6,7 @@
  * the next grant begins. The application thus prepares its next grant while others use the GPU, and
  * a grant begins with one store instead of a race between the application's launches and the GPU. A
  * context that waits in this way costs its neighbours nothing (H200: a neighbour completed 6,034
- * units of 0.5 ms in 3 s, whether none, one or three contexts waited; a wait takes 0.7 us for the
+ * 0.5 ms units in 3 s, whether none, one or three contexts waited; a wait takes 0.7 us for the
  * call, and 2 us on the GPU). Once something is held, all later launches are held too, so held work
  * never waits for something that was submitted after it. When a grant's worth of work is held, or
  * where a stream cannot be held, launches wait (gate.c).

@@ -51,8 +51,8 @@ bool gate_unmarked(const struct gate *g)
     return false;
 }
 
-/* Retires the markers that were reached and corrects the model with their times. The lock is held
- * before and after. */
+/* Retires the markers that have been reached and corrects the model with their times. The lock is
+ * held before and after. */
 void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force)
 {
     struct queue_look look;

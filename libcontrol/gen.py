@@ -1,4 +1,4 @@
-"""Write the generated C of the control library from its tables.
+"""Write the generated C code of the control library from its tables.
 
 The tables are `libcontrol.api`, `libcontrol.layout` and functions.toml.
 
@@ -61,7 +61,7 @@ def split_parameters(params: str) -> list[tuple[str, str]]:
 
 
 def entry(fn: api.Fn) -> str:
-    """Return the C code of one function of the table.
+    """Return the C code of one function in the table.
 
     Raise ValueError for a row with an unknown method, `custom` included, or without a field that
     its method needs.
@@ -196,7 +196,7 @@ def entries_header() -> str:
     out.append("};\n")
     out += [f"CUresult {fn.name}({fn.params});" for fn in api.CUDA]
     out.append(
-        "\n/* One row per function of the table: its name, the offset in struct real_cuda of the"
+        "\n/* One row per function in the table: its name, the offset in struct real_cuda of the"
         "\n * pointer to the driver's own function, and its replacement. */"
     )
     out.append(
@@ -257,7 +257,7 @@ def known_header() -> str:
     effects = coverage.read_effects()
     hashes = {name_hash(name): effect in coverage.GOVERNED for name, effect in effects.items()}
     if len(hashes) < len(effects):
-        raise ValueError("two names of functions.toml have the same hash")
+        raise ValueError("two names in functions.toml have the same hash")
     out = [
         BANNER.format(source="functions.toml"),
         "#pragma once\n",
@@ -279,7 +279,7 @@ def known_header() -> str:
 
 
 def version_script(functions: tuple[api.Fn, ...]) -> str:
-    """Return a version script that exports exactly the functions of the table."""
+    """Return a version script that exports exactly the functions in the table."""
     names = "\n".join(f"    {fn.name};" for fn in functions)
     return BANNER.format(source="api") + "{\nglobal:\n" + names + "\nlocal:\n    *;\n};\n"
 

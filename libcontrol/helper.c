@@ -27,12 +27,12 @@
 /*
  * Work that is this much later than it should be is presumably waiting for something, possibly for
  * a container that is itself waiting for the GPU: a collective's kernel spins until another
- * container runs its counterpart. If the work ends soon after others had the GPU, it was waiting,
- * and next time the GPU is given back sooner. Otherwise the work is long, and long work is waited
- * for.
+ * container runs its counterpart. If the work ends soon after others have had the GPU, it was
+ * waiting, and next time the GPU is given back sooner. Otherwise the work is long, and long work is
+ * waited for.
  */
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
-#define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
+#define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work never measured before */
 #define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited recently */
 #define HELPER_MET_NS     (100 * NS_PER_MS) /* work that waited ends within this time: see above */
 #define HELPER_MEMORY     64                /* grants for which either finding is remembered */
@@ -41,7 +41,7 @@
 #define HELPER_ENTER_NS   (20 * NS_PER_MS) /* longest wait for a launch that is on its way */
 #define HELPER_LATE_NS    (NS_PER_MS)      /* and at most this long after the end of the grant */
 #define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks for the end of late work */
-#define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
+#define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others are waiting for the end */
 #define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, for work of a grant that is over */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* longest time that exit() waits for a helper */
@@ -243,7 +243,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     helper_mark_tails(g, ledger);
     if (g->epoch != epoch)
         return 0;
-    /* Only the model knows when work without a marker ends, and it learns from markers. */
+    /* Only the model can tell when work without a marker ends, and it learns from markers. */
     if (gate_unmarked(g))
         return due;
     if (queue_runs(&g->queue))
@@ -398,7 +398,7 @@ static void *helper_run(void *argument)
         atomic_store_seq_cst(&g->helping, false);
         if (ns > HELPER_REFRESH_NS)
             ns = HELPER_REFRESH_NS;
-        /* The governor announced the grant: a core that sleeps now would answer late. */
+        /* The governor has announced the grant: a core that sleeps now would answer late. */
         while (os_now() < standby && atomic_load_acquire(&grant->signal) == seen)
             os_relax();
         if (ns < 5 * NS_PER_US)

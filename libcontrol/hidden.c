@@ -1,5 +1,6 @@
 /*
- * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
+ * Charges the memory of modules and libraries that NVML attributes to no process: managed
+ * variables.
  *
  * No sample attributes such memory to a process, so it is charged separately. Each charge is in the
  * table of blocks until its module, library or context ends. If the amount of such memory cannot be

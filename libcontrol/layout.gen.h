@@ -73,7 +73,7 @@ struct grant_device {
     uint32_t compute_limit; /* governor, relaxed: cap */
     uint64_t deadline_ns; /* governor, release: work may start before this; 0: closed */
     uint32_t epoch; /* governor, release: number of this grant */
-    uint32_t signal; /* governor, release: futex word, incremented by every change */
+    uint32_t signal; /* governor, release: futex word, incremented on every change */
     uint64_t start_ns; /* governor, relaxed: when this grant began */
     uint64_t standby_ns; /* governor, release: spin until then: the grant is near */
     uint32_t contended; /* governor, relaxed: another container is waiting for this GPU */
@@ -124,7 +124,7 @@ _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 struct usage_header {
     uint32_t sequence; /* governor, release: odd while the entries are being written */
     uint32_t n_entries; /* governor, relaxed: entries in use */
-    uint64_t time_us; /* governor, relaxed: when they were written, microseconds since 1970 */
+    uint64_t time_us; /* governor, relaxed: when they were written, in microseconds since 1970 */
     uint8_t pad[240];
 };
 _Static_assert(offsetof(struct usage_header, sequence) == 0, "usage_header.sequence");
@@ -136,7 +136,7 @@ _Static_assert(sizeof(struct usage_header) == 256, "usage_header");
 struct usage_entry {
     uint32_t pid; /* governor, relaxed: PID in the PID namespace of the container's first process */
     uint32_t state; /* governor, relaxed: 0 free, 1 in use */
-    uint64_t start_us; /* governor, relaxed: when it registered, microseconds since 1970 */
+    uint64_t start_us; /* governor, relaxed: when it registered, in microseconds since 1970 */
     uint64_t memory[16]; /* governor, relaxed: memory in use, per GPU */
     uint64_t memory_peak[16]; /* governor, relaxed: highest sample of memory, per GPU */
     uint32_t utilisation[16]; /* governor, relaxed: its part of grant_device.utilisation */

@@ -88,7 +88,7 @@ GRANT_DEVICE = Struct(
         Field("compute_limit", "u32", doc="cap"),
         Field("deadline_ns", "u64", order="release", doc="work may start before this; 0: closed"),
         Field("epoch", "u32", order="release", doc="number of this grant"),
-        Field("signal", "u32", order="release", doc="futex word, incremented by every change"),
+        Field("signal", "u32", order="release", doc="futex word, incremented on every change"),
         Field("start_ns", "u64", doc="when this grant began"),
         Field("standby_ns", "u64", order="release", doc="spin until then: the grant is near"),
         Field("contended", "u32", doc="another container is waiting for this GPU"),
@@ -252,7 +252,7 @@ USAGE_HEADER = Struct(
     (
         Field("sequence", "u32", order="release", doc="odd while the entries are being written"),
         Field("n_entries", "u32", doc="entries in use"),
-        Field("time_us", "u64", doc="when they were written, microseconds since 1970"),
+        Field("time_us", "u64", doc="when they were written, in microseconds since 1970"),
     ),
     "What the container's processes use, for NVML: after the grant page, in the same file.",
 )
@@ -263,7 +263,7 @@ USAGE_ENTRY = Struct(
     (
         Field("pid", "u32", doc="PID in the PID namespace of the container's first process"),
         Field("state", "u32", doc="0 free, 1 in use"),
-        Field("start_us", "u64", doc="when it registered, microseconds since 1970"),
+        Field("start_us", "u64", doc="when it registered, in microseconds since 1970"),
         Field("memory", "u64", N_DEVICES, doc="memory in use, per GPU"),
         Field("memory_peak", "u64", N_DEVICES, doc="highest sample of memory, per GPU"),
         Field("utilisation", "u32", N_DEVICES, doc="its part of grant_device.utilisation"),

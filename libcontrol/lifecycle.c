@@ -62,9 +62,9 @@ extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (
 extern void *__dso_handle;
 
 /*
- * Starts no thread, takes no lock of the library and makes no CUDA call. The fork handler is
- * registered here because the first call into the library may already take a lock, before any
- * cuInit, and another thread may fork at that time.
+ * Starts no thread, takes none of the library's locks and makes no CUDA call. The fork handler is
+ * registered here because even the first call into the library may take a lock, before any cuInit,
+ * and another thread may fork at that time.
  */
 __attribute__((constructor)) static void lifecycle_loaded(void)
 {

@@ -7,9 +7,9 @@
  * millisecond. A small amount is provisional until the governor has sampled. A large amount is
  * charged only after that: the load waits for a sample, and is undone if the container is then over
  * its quota. If the sample attributes the memory to no process, and the GPU's unattributed memory
- * has grown, the memory is that of managed variables (H200: 128 MiB, taken at the load). They are
- * charged until the module is unloaded. While other containers start and end, the amount cannot be
- * determined. The load is then recorded, and charged as soon as the amount is known.
+ * has grown, the memory is that of managed variables (H200: 128 MiB, taken during the load). They
+ * are charged until the module is unloaded. While other containers start and end, the amount cannot
+ * be determined. The load is then recorded, and charged as soon as the amount is known.
  */
 #pragma once
 
@@ -23,7 +23,7 @@ struct load {
     uint64_t charged;      /* charged to this process at the start; other threads may change it */
     uint64_t overhead;     /* memory_overhead at the start */
     bool sampled;          /* whether the next two are known */
-    uint64_t unattributed; /* memory of no process: see grant_device.unattributed */
+    uint64_t unattributed; /* memory that belongs to no process: see grant_device.unattributed */
     uint32_t n_processes;
     uint64_t returned; /* total that the container's processes have given back */
     uint64_t hidden;   /* found at the end: memory that NVML attributes to no process */

@@ -4,10 +4,11 @@
  * The driver answers. If its answer is a function that the control library hooks, the program gets
  * the hook instead. Every other function is the driver's own. The functions that functions.toml
  * names need no accounting, and the program calls them directly. For functions of a later driver,
- * which it does not name, the node's configuration decides what happens (unknown_functions). A form
- * of a function that has to be hooked counts as unknown too, if that form is not hooked.
+ * which functions.toml does not name, the node's configuration decides what happens
+ * (unknown_functions). A form of a function that has to be hooked counts as unknown too, if that
+ * form is not hooked.
  *
- * A look-up by dlsym is not seen here: the loader itself finds the function.
+ * A look-up with dlsym is not seen here: the loader itself finds the function.
  */
 #include "control.h"
 #include "known.gen.h"

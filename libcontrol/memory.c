@@ -1,5 +1,5 @@
-/* Charges memory of other processes that this one opens through CUDA IPC. NVML attributes it to
- * those processes alone. */
+/* Charges memory of other processes that this process opens through CUDA IPC. NVML attributes it to
+ * those other processes alone. */
 #include "parking.h"
 
 static void ipc_close(CUdeviceptr address)

@@ -1,8 +1,8 @@
 /*
  * Charges modules and libraries in the calls that load, use and unload them.
  *
- * Their code and their global variables take device memory. What a load takes is measured (loads.h)
- * and given back when the module or library goes away.
+ * Their code and their global variables take up device memory. What a load takes is measured
+ * (loads.h) and given back when the module or library goes away.
  *
  * A library is loaded into a context when its first kernel is requested there. Programs do not
  * expect this request to fail for lack of memory, and the code of a framework is large. A load that
@@ -159,7 +159,7 @@ static bool library_waits(CUlibrary library)
 
 /*
  * A kernel can be launched by its handle, which loads its library unnoticed. The kernel is
- * therefore kept in the table until the library is loaded into any context, and its function is
+ * therefore kept in the table until the library is loaded into a context, and its function is
  * requested before the kernel is launched. Until then no launch takes the fast path.
  */
 static void kernel_note(CUkernel kernel, CUlibrary library)
@@ -228,7 +228,7 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
 }
 
 /* Ends a load of a library into a context. A library that does not fit cannot be unloaded while the
- * application uses it, so each later request is refused as well, until there is room. */
+ * application is using it, so each later request is refused as well, until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
 {
     bool fits = load_end(load, result, LOADS_DEBT);

@@ -108,8 +108,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetDynamicPstatesInfo(nvmlDevice_t device,
 }
 
 /*
- * The driver keeps the samples of several seconds. This function returns only the governor's last
- * one: a program that calls it as often as the governor samples misses none.
+ * The driver keeps several seconds' worth of samples. This function returns only the governor's
+ * last sample: a program that calls it as often as the governor samples misses none.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t type,
                                               unsigned long long last, nvmlValueType_t *valueType,

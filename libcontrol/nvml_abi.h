@@ -21,7 +21,7 @@ typedef int nvmlValueType_t;
 #define NVML_GPU_UTILIZATION_DOMAIN_GPU 0
 #define NVML_GPU_UTILIZATION_DOMAIN_FB  1
 #define NVML_PROCESS_MODE_COMPUTE       0          /* a value of nvmlProcessDetailList_t.mode */
-#define NVML_NO_INSTANCE                0xffffffff /* neither a GPU nor a compute instance of MIG */
+#define NVML_NO_INSTANCE                0xffffffff /* no GPU instance or compute instance (MIG) */
 
 typedef struct {
     unsigned long long total, free, used;
@@ -50,7 +50,7 @@ typedef union {
 } nvmlValue_t;
 
 typedef struct {
-    unsigned long long timeStamp; /* microseconds since 1970, like all time stamps of NVML */
+    unsigned long long timeStamp; /* microseconds since 1970, like all of NVML's time stamps */
     nvmlValue_t sampleValue;
 } nvmlSample_t;
 

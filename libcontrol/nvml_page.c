@@ -15,7 +15,7 @@
 
 #define GRANT_PATH "/run/tidegate/grant"
 
-/* The governor writes all entries in a single copy. If it is preempted while it does so, a reader
+/* The governor writes all entries in a single copy. If it is preempted while doing so, a reader
  * waits up to about 0.1 s for it. */
 #define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)

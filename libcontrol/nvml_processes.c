@@ -1,5 +1,5 @@
 /*
- * The functions of NVML that list processes: each shows only the container's own.
+ * The NVML functions that list processes: each shows only the container's own.
  *
  * These are the processes that the usage part of the grant page lists, by their PIDs in the
  * container. All of them use libcuda, so they are compute processes. None is listed under MPS or as
@@ -121,7 +121,8 @@ static unsigned busy_processes(const struct page_device *own, unsigned long long
     return kept;
 }
 
-/* Memory traffic and the video engines are known only for the whole GPU, not per process. */
+/* Memory traffic and the load on the video engines are known only for the whole GPU, not per
+ * process. */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
                                                          nvmlProcessUtilizationSample_t *samples,
                                                          unsigned int *count,
@@ -187,7 +188,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(nvmlDevice_t devi
     return NVML_SUCCESS;
 }
 
-/* The driver would list every process of the node, including those that have ended. Only the
+/* The driver would list every process on the node, including those that have ended. Only the
  * container's live ones are listed here. */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsigned int *count,
                                                      unsigned int *pids)

@@ -13,7 +13,7 @@
 struct real_cuda origin_real;
 struct driver_cuda origin_driver;
 
-/* Called in place of a function of the table that an older driver lacks. Such a driver answers a
+/* Called in place of a function in the table that an older driver lacks. Such a driver answers a
  * look-up with "not found". */
 static CUresult origin_missing(void)
 {
@@ -22,7 +22,7 @@ static CUresult origin_missing(void)
 
 /*
  * The library's functions, indexed by the driver's functions that they replace. The driver answers
- * look-ups by cuGetProcAddress, and if its answer is in this table, the application gets the
+ * look-ups with cuGetProcAddress, and if its answer is in this table, the application gets the
  * library's function instead. The table uses open addressing, is built once and is at most half
  * full, so a look-up costs a multiplication and about one comparison.
  */
@@ -55,7 +55,7 @@ static void origin_insert(void *original, void *hook)
     unsigned at = origin_slot(original);
 
     while (origin_table[at].original) {
-        /* If two names lead to the same function, the first in the table keeps it. */
+        /* If two names resolve to the same function, the first in the table keeps it. */
         if (origin_table[at].original == original)
             return;
         at = (at + 1) % (1 << ORIGIN_TABLE_BITS);

@@ -14,7 +14,7 @@ from mmap import mmap
 from libcontrol import layout
 
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
-# Numbers in native order (both architectures are little-endian) are written by one store of their
+# Numbers in native order (both architectures are little-endian) are written with one store of their
 # width. Those in a fixed order are written byte by byte, and another process could see a torn
 # value.
 _NATIVE = "@"
@@ -156,7 +156,7 @@ def write_usage(
 
 
 def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
-    """Return the entries of the usage part, as `write_usage` takes them.
+    """Return the entries of the usage part, in the form that `write_usage` accepts.
 
     The sequence number is ignored, so this is only for the process that writes the entries.
     """

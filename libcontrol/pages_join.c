@@ -6,7 +6,7 @@
  * ledger comes through the socket, together with the number of this process's slot.
  *
  * Without a grant page there is no quota to enforce, and cuInit fails with "system not ready".
- * Without a governor, cuInit waits for the next one for a limited time. After that the process
+ * Without a governor, cuInit waits a limited time for the next governor. After that the process
  * keeps its own ledger, until a governor is back (pages_rejoin.c).
  */
 #include "pages.h"
@@ -22,7 +22,7 @@
 enum pages_answer {
     PAGES_JOINED,
     PAGES_NO_GOVERNOR, /* the governor does not answer */
-    PAGES_REFUSED,     /* the governor answers, and refuses this process */
+    PAGES_REFUSED,     /* the governor answers, but refuses this process */
 };
 
 static struct os_lock start_lock;
@@ -242,7 +242,7 @@ bool pages_start(void)
             } else if (answer == PAGES_REFUSED)
                 control_log("the governor does not accept this process: it is not in the "
                             "container's control group (as with nsenter), 64 of this container's "
-                            "processes already use the GPU, or it cannot be watched; see the "
+                            "processes are already using the GPU, or it cannot be watched; see the "
                             "governor's log");
             if (answer == PAGES_JOINED || (answer == PAGES_NO_GOVERNOR && pages_keep_own_ledger()))
                 atomic_store_release(&pages_started, 1);

@@ -29,7 +29,7 @@ struct pages_moved {
     bool by_itself; /* the ledger in use belongs to this process alone */
     struct ledger_header *ledger;
     struct ledger_slot *old;  /* this process's slot in it; a late thread may still count here */
-    struct ledger_slot *seen; /* the part of `old` that has been added to the new one */
+    struct ledger_slot *seen; /* the part of `old` that has been added to the new slot */
 };
 
 static struct pages_return reconnection = {.fd = -1};
@@ -206,7 +206,7 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
     n = pages_receive(r->fd, MSG_DONTWAIT, &slot, fds);
     ledger_fd = fds[PAGES_LEDGER];
     if (fds[PAGES_ARENA] >= 0)
-        os_close(fds[PAGES_ARENA]); /* the arena was mapped at the join, or comes too late */
+        os_close(fds[PAGES_ARENA]); /* the arena was mapped when joining, or comes too late */
     if (n == -EAGAIN && now < r->until)
         return;
     if (n != (long)sizeof slot) {

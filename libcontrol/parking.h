@@ -43,7 +43,7 @@ static inline bool parking_applies(void)
     return unlikely(atomic_load_relaxed(&parking_on));
 }
 
-/* These enclose a call. Calls of one thread may be nested; only the outermost one waits.
+/* These enclose a call. A thread's calls may be nested; only the outermost one waits.
  * parking_try() never waits: if it would have to, it returns false and has no effect. */
 void parking_enter(enum parking_need need);
 bool parking_try(enum parking_need need);
@@ -87,7 +87,8 @@ void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that 
 void parking_count(uint64_t bytes, uint64_t ns); /* a move took this long */
 void parking_after_fork(void);
 
-/* A thread holds this lock while it may end a context, or uses a context of the application. */
+/* A thread holds this lock while it may end a context, or uses one of the application's
+ * contexts. */
 void parking_lock_contexts(void);
 bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
@@ -115,7 +116,7 @@ static inline void parking_end_copy(CUstream stream, CUresult *resultp)
 
 /* ---- parking_blocks.c ---- */
 
-/* A block of another process, which this one has opened through CUDA IPC. */
+/* A block of another process, which this process has opened through CUDA IPC. */
 struct parking_origin {
     uint64_t process; /* the random number by which that process is identified; never 0 */
     uint64_t serial;  /* of the block in that process */
@@ -135,7 +136,7 @@ struct parking_block {
     bool freed;      /* the application has freed it, and its memory is still to be released */
     bool arriving;   /* it is being moved to the GPU: its contents in host memory are valid */
     bool exported;   /* other processes may open it */
-    struct parking_origin origin; /* of memory of another process; otherwise zero */
+    struct parking_origin origin; /* for memory of another process; otherwise zero */
     uint32_t n_opened;            /* how many times it was opened, if it is such memory */
     bool charged; /* its last use has ended, and it is charged until its mapping ends */
 };

@@ -1,6 +1,6 @@
 /*
- * The blocks that can be moved: memory of at least 1 MiB that cuMemAlloc and cuMemAllocPitch return
- * in a container whose memory may be parked.
+ * The blocks that can be moved: allocations of at least 1 MiB that cuMemAlloc and cuMemAllocPitch
+ * return in a container whose memory may be parked.
  *
  * To the application such a block is like any other from cuMemAlloc. Where the driver would
  * distinguish the two, the library answers in its place (pointers.c). A block that is requested
@@ -59,7 +59,7 @@ void parking_unmap(struct parking_block *block)
 /* ---- allocation ---- */
 
 /* The memory is part of the container's quota, which is reserved on the GPU while the container is
- * resident. So if the driver has no room, another container is about to leave. */
+ * resident. If the driver is out of memory, another container is therefore about to leave. */
 static CUresult map_patiently(struct parking_block *block)
 {
     uint64_t ends = os_now() + BLOCKS_ROOM_NS;

@@ -1,16 +1,16 @@
 /*
  * Copies the blocks of this process to host memory and back; see parking.h.
  *
- * The copies are made by the GPU's copy engines from and to pinned memory, at the speed of the bus.
- * A block's valid copy is given up only when the other one is complete.
+ * The copies are made by the GPU's copy engines to and from pinned memory, at the speed of the bus.
+ * A block's valid copy is given up only when the other copy is complete.
  *
  * The driver clears released memory on the copy engine that also copies to the GPU, so each block
- * that one process releases slows down another that is arriving at that time. Copies in the other
- * direction slow it down as well. So as long as others are taking memory, a departing process
- * copies and releases only as much as they need: it copies blocks a little ahead, and releases them
- * when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s while 40 GiB
- * depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is taken for a
- * moment, it copies and releases everything.
+ * that one process releases slows down another process that is arriving at that time. Copies in the
+ * other direction slow it down as well. As long as others are taking memory, a departing process
+ * therefore copies and releases only as much as they need: it copies blocks a little ahead, and
+ * releases them when the GPU's free memory runs short. (On an H200, 40 GiB arrive at 46.3 GB/s
+ * while 40 GiB depart, and at 42.8 GB/s if each block is released after its copy.) If no memory is
+ * taken for a moment, it copies and releases everything.
  */
 #include "parking.h"
 
@@ -20,7 +20,7 @@
 /* While others are taking memory, a departing process keeps this much of the GPU's memory free, and
  * the same amount ready to be released; it keeps more if they take larger pieces. */
 #define KEEP_BYTES    (2ull << 30)
-#define KEEP_STILL_NS (50 * NS_PER_MS) /* others that took no memory for this long need none */
+#define KEEP_STILL_NS (50 * NS_PER_MS) /* others that have taken none for this long need none */
 #define KEEP_MOST_NS  (2 * NS_PER_S)   /* longest wait for others to take memory, in total */
 #define KEEP_QUERY_NS (1 * NS_PER_MS)  /* between queries of the free memory */
 
@@ -71,19 +71,19 @@ static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t 
         result = copy_block(block, false, stream);
         if (result == CUDA_SUCCESS)
             return result;
-        driver->cuStreamSynchronize(stream); /* a part of the contents may be under way */
+        driver->cuStreamSynchronize(stream); /* part of the contents may be under way */
         parking_unmap(block);
     }
     charge_as(block->size, true);
     return result;
 }
 
-/* Blocks that are moved to the host. Those before `released` are no longer on the GPU; those from
- * there up to `copied` still are, but have been copied. */
+/* Blocks that are being moved to the host. Those before `released` are no longer on the GPU; those
+ * from there up to `copied` still are, but have been copied. */
 struct departure {
     struct parking_block *blocks;
     size_t n, copied, released;
-    uint64_t ahead;      /* bytes of the blocks that have been copied and not released */
+    uint64_t ahead;      /* bytes of the blocks that have been copied but not released */
     uint64_t keep;       /* bytes to keep free, and the same number to copy ahead */
     uint64_t free;       /* the GPU's free memory, as far as it is known */
     uint64_t queried_ns; /* when it was queried */

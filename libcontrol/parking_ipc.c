@@ -158,8 +158,8 @@ static bool listen_at(void)
     return true;
 }
 
-/* Connections on which no request has arrived yet, the oldest first. A silent one must not keep the
- * others waiting. The program may close any of the descriptors, and open another file under the
+/* Connections on which no request has arrived yet, oldest first. A silent connection must not keep
+ * the others waiting. The program may close any of the descriptors, and open another file under the
  * same number. */
 struct ipc_peer {
     int fd;

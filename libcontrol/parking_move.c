@@ -85,7 +85,7 @@ static bool synchronize(const CUcontext *handlep)
     return done && result == CUDA_SUCCESS;
 }
 
-/* A context that is not known cannot be synchronised. */
+/* An unknown context cannot be synchronised. */
 static bool synchronize_all(void)
 {
     bool alive = atomic_load_acquire(&primaries[0].alive);
@@ -138,8 +138,8 @@ static void arena_pin(void)
 }
 
 /*
- * Prepares the arena for the existing blocks. Called while the program runs, because it takes up to
- * a second for each GiB the first time. Returns false if the arena is not large enough yet.
+ * Prepares the arena for the existing blocks. Called while the program is running, because it takes
+ * up to a second for each GiB the first time. Returns false if the arena is not large enough yet.
  */
 static bool prepare(void)
 {
@@ -298,8 +298,8 @@ static bool move_in(void)
     parking_reap(true);
     moved = move_all(false);
     if (moved == PARKING_MOVED_BACK)
-        move_log(&logged, "parked memory cannot be moved back to the GPU: the driver has no room "
-                          "for it; the move will be retried");
+        move_log(&logged, "parked memory cannot be moved back to the GPU: there is no room for it; "
+                          "the move will be retried");
     /* The program's calls then return the driver's error. */
     if (moved == PARKING_MOVE_FAILED) {
         given_up = true;

@@ -8,7 +8,7 @@
 
 #define PASS_LEAST_NS    (5 * NS_PER_US)    /* minimum budget that is worth a pass */
 #define PASS_LENGTH_NS   (2500 * NS_PER_US) /* GPU time of an open pass */
-#define MAX_PASS         1024               /* maximum number of launches of an open pass */
+#define MAX_PASS         1024               /* maximum number of launches in an open pass */
 #define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* maximum queued work while the grant is open */
 
 struct pass passes[PASS_N];
@@ -135,7 +135,7 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
     atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
-    /* A thread that read the limit of the last pass sees either all of the new pass or nothing of
+    /* A thread that read the limit of the last pass sees either all of the new pass or none of
      * it. */
     atomic_store_release(&p->deadline_ns, deadline);
     atomic_store_release(&p->limit, limit ? limit : 1);
@@ -169,7 +169,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
               : queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN) {
         answer = PASS_FULL;
     } else if (++s->n_passed > s->sample_at) {
-        /* The interval varies, so that samples of a loop are not always of the same launch. */
+        /* The interval varies, so that samples from a loop are not always of the same launch. */
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;

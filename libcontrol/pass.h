@@ -45,7 +45,7 @@ struct pass {
     const struct estimate *estimate;
     uint64_t budget_ns;
     uint64_t spent;           /* launches, times PASS_ONE, plus their nanoseconds */
-    uint32_t log[PASS_N_LOG]; /* kind of each launch, plus 1; 0: that launch is not noted yet */
+    uint32_t log[PASS_N_LOG]; /* kind of each launch, plus 1; 0: launch not noted yet */
 };
 
 #define PASS_ONE (1ull << 40)

@@ -101,8 +101,8 @@ void parking_await_copy(CUstream stream, CUresult *resultp)
     parking_sync_end();
 }
 
-/* The driver has this attribute only for memory from cuMemAlloc. It is set for memory that other
- * devices access, so the block has to stay where it is. From then on, every call that copies
+/* The driver supports this attribute only for memory from cuMemAlloc. It is set for memory that
+ * other devices access, so the block has to stay where it is. From then on, every call that copies
  * without a stream waits for the copy. */
 CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
                                               CUdeviceptr ptr)

@@ -1,6 +1,6 @@
 /*
  * Charges allocations from pools. Before each allocation, the maximum by which its pool may grow is
- * charged (here called a claim; unrelated to the claims of Kubernetes).
+ * charged (here called a claim; unrelated to Kubernetes' claims).
  *
  * If that does not fit, but the free memory in the pool may be enough for a small block, the
  * allocation is made without a claim, and is undone if the pool nevertheless grew beyond the quota.
@@ -37,7 +37,7 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
-/* Returns whether a pool of the container grew beyond the quota and has not shrunk since. */
+/* Returns whether a pool of the container has grown beyond the quota and not shrunk since. */
 static bool pool_outgrew(int device)
 {
     struct ledger_header *ledger = pages_ledger();
@@ -105,7 +105,7 @@ static uint64_t pool_trust(struct pool *pool)
 /*
  * Begins an allocation while memory is short. A block that is smaller than a unit may still fit
  * into what the pool holds. It is allocated without a claim, and freed if the pool grew beyond the
- * quota for it. A larger block needs a claim for its whole size: the free memory of the pool is
+ * quota to hold it. A larger block needs a claim for its whole size: the free memory of the pool is
  * given back first, then claimed again, because it is not known whether it would be enough.
  */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)

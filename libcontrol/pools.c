@@ -263,7 +263,7 @@ static void pool_query_end(struct pool *pool)
     atomic_sub_seq_cst(&pool->n_askers, 1);
 }
 
-/* Ends the queries of a pool: no thread queries it any more when this returns. */
+/* Ends the queries of a pool: when this returns, no thread is querying it any more. */
 static void pool_silence(struct pool *pool)
 {
     atomic_store_seq_cst(&pool->state, POOL_SILENT);
@@ -293,7 +293,7 @@ void pools_refresh(int device)
             }
 }
 
-/* Gives unused memory of the pools back to the driver, without waiting for the GPU. Returns whether
+/* Gives unused memory in the pools back to the driver, without waiting for the GPU. Returns whether
  * there was any. */
 cold bool pools_squeeze(int device)
 {

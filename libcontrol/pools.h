@@ -1,6 +1,6 @@
 /*
- * The record of a pool of the driver, shared by the table of pools (pools.c) and the allocations
- * from them (pool_allocations.c).
+ * The record of one of the driver's pools, shared by the table of pools (pools.c) and the
+ * allocations from them (pool_allocations.c).
  */
 #pragma once
 

@@ -143,7 +143,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 
 /*
  * Returns when work that is submitted at `now` to an empty queue begins. Where containers share one
- * context of the GPU, this work starts alongside the last work of the previous holder, which is
+ * context on the GPU, this work starts alongside the last work of the previous holder, which is
  * charged for the time until `begins_ns` and may need more time than it reported. Events do not
  * wait for the holder's work, so the interval between this container's first two events seems
  * longer.
@@ -339,7 +339,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
         q->covered_until = q->reference_ns;
     }
     end = q->reference_ns + (look->timed ? (double)look->since_reference * 1e6 : 0);
-    /* A float of milliseconds is accurate over short intervals only, so the reference moves
+    /* A float in milliseconds is accurate only over short intervals, so the reference moves
      * along. */
     event_put(q, q->reference);
     q->reference = m->event;
@@ -458,7 +458,7 @@ bool queue_overruns(const struct queue *q)
 
 /*
  * Whether other containers should wait for the end of the remaining work. Alongside their work it
- * takes longer, so its end does not show whether it has become longer even when it runs alone. Work
+ * takes longer, so its end does not show whether it now takes longer even when it runs alone. Work
  * that is not the last of its grant does show that. Where there is no such work, as when a grant is
  * one interval, this returns true once in a while.
  */

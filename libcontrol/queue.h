@@ -66,7 +66,7 @@ struct queue_marker {
 };
 
 struct queue {
-    uint32_t era;          /* of the work that runs; held work is of the next era */
+    uint32_t era;          /* of the work that is running; held work belongs to the next era */
     uint32_t serials;      /* streams, markers and uses of events so far */
     uint64_t touches;      /* look-ups of streams so far */
     uint64_t busy_until;   /* when the GPU will have finished what is not held */
@@ -83,7 +83,7 @@ struct queue {
     uint64_t beside_ns;   /* and possibly for this much longer */
     uint64_t shared_ns;   /* maximum of such time in the first interval of `shared_era` */
     uint32_t shared_era;
-    uint32_t n_doubts;  /* late intervals beside others' work since queue_asks() was last true */
+    uint32_t n_doubts;  /* late intervals alongside others' work since queue_asks() was last true */
     uint32_t asked_era; /* others wait for the end of this era's work */
     float rise;         /* one of the factors ESTIMATE_RISE, ..._WAITS and ..._BESIDE */
     unsigned head, n_markers;
@@ -146,9 +146,9 @@ bool queue_capturing(CUstream stream);
 
 /*
  * Whether no work has ended for a long time, and for longer than predicted. The reason may be a
- * kernel that was never measured. Or streams may be waiting for the application's next step (a host
- * function, cuStreamWaitValue32, a kernel that spins until another is launched), and would wait for
- * ever if the next launch waited for them.
+ * kernel that has never been measured. Or streams may be waiting for the application's next step (a
+ * host function, cuStreamWaitValue32, a kernel that spins until another is launched), and would
+ * wait for ever if the next launch waited for them.
  */
 static inline bool queue_stalled(const struct queue *q, uint64_t now)
 {

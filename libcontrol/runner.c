@@ -162,7 +162,7 @@ static void report_due(struct runner *runner, uint64_t now)
         return;
     runner->due = true;
     if (write(runner->due_fd, &one, sizeof one) < 0)
-        return; /* full: it is known already */
+        return; /* full: a report is already pending */
 }
 
 /* Reads the ledgers, steps the arbiter, updates the pages, and returns when to do so again. The
@@ -469,8 +469,8 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
-/* Returns whether a process is waiting for an NVML sample. If none is, the next one that begins to
- * wait is reported on runner_due_fd(). */
+/* Returns whether a process is waiting for an NVML sample. If none is, the next process that begins
+ * to wait is reported on runner_due_fd(). */
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {
     bool due;

@@ -216,7 +216,8 @@ void runner_observe(struct runner *runner, uint64_t now)
     }
 }
 
-/* Gives every container an open grant that stays, so that nothing is decided at a launch. */
+/* Gives every container an open grant that stays in place, so that nothing is decided at a
+ * launch. */
 void runner_open_all(struct runner *runner, uint64_t now)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {

@@ -55,7 +55,7 @@ struct report {
     uint32_t n_active; /* processes that started work in this grant */
     bool released;     /* and all of them gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
-    uint64_t alive_ns; /* oldest last sign of life of the processes that still have the grant */
+    uint64_t alive_ns; /* oldest last sign of life from the processes that still have the grant */
     uint64_t seen_ns;  /* when a helper last read the grant */
     bool overruns;     /* work of a grant that is over is still running */
 };

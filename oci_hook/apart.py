@@ -1,7 +1,7 @@
 """Runs work in a separate process, so that a root file system cannot block the runtime.
 
 A container's root file system may stall if it is a network file system or FUSE, where a server
-process answers each request. A process that waits for such an answer is in an uninterruptible
+process answers each request. A process that waits for such an answer is in uninterruptible
 sleep, which no signal ends: neither SIGKILL nor a deadline's SIGALRM. Therefore only a separate
 process, the worker, accesses the root. The process that the runtime waits for never does, and
 abandons the worker when the deadline has passed.
@@ -34,7 +34,7 @@ LOST = 255  # exit status of a worker that did not complete its work
 ANSWERS = "check that file system's server (FUSE, NFS), and start the container once it answers"
 
 caller = 0
-"""Pid of the process that waits for this one, a child of the runtime; 0 if there is none."""
+"""Pid of the process that is waiting for this one, a child of the runtime; 0 if there is none."""
 link = -1
 """This process's end of a pipe to the waiting process; -1 if no process is waiting."""
 
@@ -55,7 +55,7 @@ def follow(pipe: int) -> None:
 
 
 def is_abandoned() -> bool:
-    """Return whether the process that waited for this one has ended."""
+    """Return whether the process that was waiting for this one has ended."""
     if link < 0:
         return False
     try:
@@ -148,7 +148,7 @@ def _lost(message: str) -> "MountError":
 
 
 def _is_stuck(pid: int) -> bool:
-    """Return whether a process is in an uninterruptible sleep."""
+    """Return whether a process is in uninterruptible sleep."""
     with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
         return file.read(4096).rpartition(b") ")[2][:1] == b"D"
 

@@ -84,7 +84,7 @@ class CreatedContainer:
         self.rootfd = open_root(root)
 
     def require_alive(self) -> None:
-        """Fail if the process has ended, because another process may have its pid by now."""
+        """Fail if the process has ended, because another process may now have its pid."""
         if select.select([self.pidfd], [], [], 0)[0]:
             raise BundleError(
                 f"process {self.pid} of the OCI state has ended",
@@ -111,7 +111,7 @@ class MountNamespace:
                     f"root.path {show(c.root)} is another directory in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
-            # If a user can write to a directory above the root, its name may lead elsewhere by now:
+            # If a user can write to a directory above the root, its name may now lead elsewhere:
             # to the same directory in both namespaces, but to one that the runtime has not mounted.
             if not kernel.is_mount_root(rootfd):
                 os.close(rootfd)
@@ -186,10 +186,10 @@ class Undo:
 
 
 def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
-    """Open a detached, read-only, private copy of a mount of the host.
+    """Open a detached, read-only, private copy of a mount on the host.
 
     `hold` is a descriptor of the generation that the manifest was read from, because the path may
-    lead to another generation by now.
+    now lead to another generation.
 
     Return None for a `may_lack` directory that does not exist or does not answer. A link counts
     as missing, because one of these directories is below /tmp, where any user may create links.
@@ -240,7 +240,7 @@ def _exchange(dirfd: int, name: str) -> None:
         if e.errno != errno.EINVAL:
             raise
         # NFS and some other file systems cannot exchange names. The name is missing for a moment,
-        # but no program of the container is running yet.
+        # but no program in the container is running yet.
         kernel.renameat(dirfd, name, ASIDE)
         try:
             kernel.renameat(dirfd, TEMPORARY, name)

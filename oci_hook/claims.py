@@ -1,4 +1,4 @@
-"""Finds the claims of a container from the entries of this hook in config.json.
+"""Finds a container's claims from this hook's entries in config.json.
 
 The node's driver writes the entries into a CDI specification for each claim, and only the engine
 copies them into config.json: annotations and environment, which a tenant sets, cannot name a claim.

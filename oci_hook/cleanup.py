@@ -86,7 +86,7 @@ def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
 
     The result is empty for anything else and for a file that is too large: the cache that
     replaces it is then left in place when the container ends, without the entries for the driver.
-    The file is not read again, because its name may belong to another file by now.
+    The file is not read again, because its name may now belong to another file.
     """
     parent, _, name = path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -303,7 +303,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
             with suppress(OSError):  # the root is gone, with everything in it
                 rootfd = kernel.open_straight(note.root)
                 here = os.fstat(rootfd)
-                if (here.st_dev, here.st_ino) in running:  # the name leads to another root by now
+                if (here.st_dev, here.st_ino) in running:  # the name now leads to another root
                     os.close(rootfd)
                     continue
                 _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
@@ -312,7 +312,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
 
 
 def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
-    """Remove traces, the last one first, until the time `until`."""
+    """Remove traces, last one first, until the time `until`."""
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     here, host = os.fstat(rootfd), os.stat("/")
     if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
@@ -345,7 +345,7 @@ def sweep(runtime_dir: str) -> None:
 def sweep_apart(runtime_dir: str) -> None:
     """Sweep in another process, because a root may be on a file system that does not answer.
 
-    Only one process sweeps at a time: a second one would get stuck at the same root.
+    Only one process sweeps at a time: a second one would get stuck on the same root.
     """
 
     def work() -> None:

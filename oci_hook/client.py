@@ -188,7 +188,7 @@ class Client:
         if uid not in (0, os.geteuid()):
             self.socket.close()
             raise UnreachableError(
-                f"user {uid}, not the governor, listens on {show(self.path)}",
+                f"user {uid}, not the governor, is listening on {show(self.path)}",
                 hint="check which users may write to that directory, and start tidegate-governor",
             )
 

@@ -3,8 +3,8 @@
 crun reports only the exit code of a failed hook. What crun itself writes to standard error reaches
 the user: conmon reads it and passes it to Podman or CRI-O. So the hook writes the line to the
 standard error of its parent process, which is the crun that started it. Podman prefers crun's log
-if that is a single JSON document. So the line is appended to the log as well, which is then no
-longer a single document.
+if that is a single JSON document. The line is therefore appended to the log as well, which is then
+no longer a single document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tell(line: str) -> None:
     """Write the line to where crun's own messages go; errors are ignored."""
     try:
         if apart.is_abandoned():
-            return  # another process may have the caller's pid by now
+            return  # another process may now have the caller's pid
         parent = _parent(apart.caller) if apart.caller else os.getppid()
         own = os.stat(f"/proc/{apart.caller or 'self'}/fd/2")
         if not (stat.S_ISCHR(own.st_mode) and own.st_rdev == NULL):

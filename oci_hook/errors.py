@@ -105,7 +105,7 @@ class UnservedImageError(ImageError):
 
 
 class MountError(HookError):
-    """The kernel refused an operation while the container was prepared."""
+    """The kernel refused an operation while the container was being prepared."""
 
     code = "mount"
     status = 71

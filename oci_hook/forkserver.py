@@ -246,7 +246,7 @@ class ForkingServer:
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
-        gc.freeze()  # otherwise the first collection of a child copies every page
+        gc.freeze()  # otherwise the first collection in a child copies every page
         gc.disable()
         waiting = select.poll()
         for fd in (self.reports, self.signals):
@@ -400,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server = ForkingServer(runtime_dir, wait=wait)
     except BlockingIOError:
         print(
-            f"tidegate-forkserver: another server serves {runtime_dir}; stop it first,"
+            f"tidegate-forkserver: another server is already serving {runtime_dir}; stop it first,"
             " or use --wait to take over when it has exited",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""Refuses containers of gVisor's runsc, which runs hooks as runc does but cannot be supported.
+"""Refuses containers under gVisor's runsc, which runs hooks as runc does but cannot be supported.
 
 The programs in such a container run on gVisor's own kernel, in a process that has left the host's
 file system: neither mounts by the hook nor device nodes reach them. Without these checks the hook

@@ -39,7 +39,7 @@ LIBRARY_DIRS_32 = (
 )
 ELF_HEAD = 20
 VOLUME = "it is on a volume"
-# Libraries of an image that a loader must not find before those of the node's driver.
+# Libraries in an image that a loader must not find before those of the node's driver.
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
 COMPAT = ("compat", "compat/lib", "compat/lib.real")  # from CUDA packages, in /usr/local/cuda*
 SEARCH_LIMIT = 256
@@ -82,7 +82,7 @@ class Image(NamedTuple):
         return self.subdirectory == BY_CACHE
 
     def place(self, target: str) -> str:
-        """Return the directory of this image that a target of the manifest stands for."""
+        """Return the directory in this image that a target in the manifest stands for."""
         below = target.removeprefix(f"{LIBDIR}/")
         return target if below == target else f"{self.library_dir}/{below}"
 
@@ -170,7 +170,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
 
 
 def _open_regular(rootfd: int, procfd: int, path: str) -> int | None:
-    """Open a regular file of the image for reading; None for anything else."""
+    """Open a regular file in the image for reading; None for anything else."""
     fd = _find(rootfd, path)
     if fd is None:
         return None
@@ -183,7 +183,7 @@ def _open_regular(rootfd: int, procfd: int, path: str) -> int | None:
 
 
 def _read_file(rootfd: int, procfd: int, path: str, limit: int) -> bytes | None:
-    """Read a regular file of the image; None for anything else, and for one over the limit."""
+    """Read a regular file in the image; None for anything else, and for one over the limit."""
     fd = _open_regular(rootfd, procfd, path)
     if fd is None:
         return None
@@ -448,7 +448,7 @@ def _compat_directories(rootfd: int) -> list[str]:
         raise ImageError(
             f"/usr/local in the image has more than {LISTING_LIMIT} entries, or more than"
             f" {SEARCH_LIMIT} whose names start with cuda",
-            hint="remove some of them: the hook searches that directory for drivers of CUDA"
+            hint="remove some of them: the hook searches that directory for drivers from CUDA"
             " packages",
         )
     return [f"usr/local/{name}/{directory}" for name in sorted(names) for directory in COMPAT]
@@ -510,7 +510,7 @@ def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
 def _refuse_before(rootfd: int, path: str, image: Image) -> None:
     """Refuse a driver in a subdirectory that a loader searches before the node's driver.
 
-    Mounting the node's driver there instead would hide the other files of that directory.
+    Mounting the node's driver there instead would hide the other files in that directory.
     """
     loaders = LOADERS[image.machine]
     if image.subdirectory != loaders.hwcaps:

@@ -157,7 +157,7 @@ def open_in_root(
 
 
 def open_straight(path: str) -> int:
-    """Open a directory of the host by a path without links; ELOOP if the path contains one."""
+    """Open a directory on the host by a path without links; ELOOP if the path contains one."""
     resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     return openat2(AT_FDCWD, path, os.O_PATH | os.O_DIRECTORY, resolve)
 

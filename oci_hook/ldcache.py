@@ -256,7 +256,8 @@ def write(cache: Cache) -> bytes:
     directory = bytearray(EXTENSION.pack(EXTENSION_MAGIC, len(sections)))
     body = bytearray()
     offset = extension + EXTENSION.size + len(sections) * SECTION.size
-    # The hwcaps array comes first: it has to be aligned, and the generator's text has any length.
+    # The hwcaps array comes first: it has to be aligned, and the generator's text can be of any
+    # length.
     for tag, content in sorted(sections, reverse=True):
         directory += SECTION.pack(tag, 0, offset + len(body), len(content))
         body += content

@@ -23,7 +23,7 @@ def is_number(text: str, most: int) -> bool:
 
 
 def is_version(text: str) -> bool:
-    """Return whether a string is a version of two to four numbers."""
+    """Return whether a string is a version that consists of two to four numbers."""
     numbers = text.split(".")
     return 2 <= len(numbers) <= 4 and all(consists_of(n, DIGITS) for n in numbers)
 

@@ -9,7 +9,7 @@ else:
     from oci_hook.light_typing import NamedTuple
 
 # No loader searches this directory by default. Where glibc has no subdirectory for the machine
-# (i386, and aarch64 with glibc 2.37 or later), ld.so.cache leads to it.
+# (i386, and aarch64 with glibc 2.37 or later), ld.so.cache points to it.
 BY_CACHE = "tidegate"
 TLS = "tls"  # loaders older than glibc 2.37 search it first, or directly after glibc-hwcaps
 
@@ -23,8 +23,8 @@ class LoadersOf(NamedTuple):
     musl: str
     hwcaps: str  # the subdirectory for almost all processors since glibc 2.33; "": there is none
     platforms: tuple[str, ...]  # values of $PLATFORM, by processor and loader
-    before: tuple[str, ...]  # subdirectories that a loader searches before that of Tidegate
-    # Loaders up to glibc 2.36 search these after that of Tidegate, nested in this order.
+    before: tuple[str, ...]  # subdirectories that a loader searches before Tidegate's
+    # Loaders up to glibc 2.36 search these after Tidegate's, nested in this order.
     behind: tuple[str, ...]
 
 

@@ -17,7 +17,7 @@ class RunEvent:
     """The log record of a run, with the duration of each phase in milliseconds."""
 
     def __init__(self, stage: str, log: str | None, began: float | None = None) -> None:
-        """Begin now, or at `began`, a time of the monotonic clock."""
+        """Begin now, or at `began`, a time on the monotonic clock."""
         self.fields: dict[str, object] = {"event": "hook-done", "stage": stage}
         self.phases: dict[str, float] = {}
         self.log = log

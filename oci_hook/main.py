@@ -71,7 +71,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
-        # The path by which the hook was executed: a hook file of the engine names that path, too.
+        # The path by which the hook was executed: the engine's hook file names that path, too.
         entry=HookEntry(os.path.abspath(sys.argv[0]), options.given),
         runtime_dir=options.runtime_dir,
         dev_dir=options.dev_dir,
@@ -126,7 +126,7 @@ def serve(options: HookOptions, raw: bytes | None, event: RunEvent) -> str:
 
 
 def begin_event(options: HookOptions, raw: bytes | None, began: float) -> RunEvent:
-    """Return the event of a run whose work was not begun, or was done by another process."""
+    """Return the event for a run whose work was not begun, or was done by another process."""
     event = RunEvent(options.stage or "?", options.log, began)
     if raw is not None and options.stage != "precreate":
         with suppress(HookError):  # the container may have no id
@@ -143,7 +143,7 @@ def fail(e: Exception, options: HookOptions, event: RunEvent | None) -> int:
 
     tell(error.line())
     event = event or RunEvent(options.stage or "?", options.log)
-    # The event of an abandoned start was logged already; this one reports that its worker ended.
+    # The event for an abandoned start has already been logged; this one reports its worker's end.
     outcome = "abandoned" if is_abandoned() else "failed"
     event.emit(outcome, code=error.code, message=error.message, hint=error.hint)
     # The container has ended in any case, so an error does not make `poststop` fail.

@@ -78,14 +78,14 @@ class FixedFiles(NamedTuple):
 
 
 class MirrorBind(NamedTuple):
-    """A directory of the host that is mounted at the same path; the path is absolute."""
+    """A directory on the host that is mounted at the same path; the path is absolute."""
 
     path: str
     capability: str
 
 
 class WatchedFile(NamedTuple):
-    """A file of the host that makes the generation stale when it changes."""
+    """A file on the host that makes the generation stale when it changes."""
 
     path: str
     role: str  # driver, control
@@ -326,7 +326,8 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
 
     `tidegate gc` takes the lock exclusively before it moves a generation away, so a generation that
     is held here stays until the descriptor is closed. If a generation is removed between reading
-    the link and taking the lock, the link already points to another one, and is read again.
+    the link and taking the lock, the link already points to another generation, and is read
+    again.
     """
     link = f"{driver_dir}/current"
     for _ in range(TRIES):
@@ -423,8 +424,8 @@ def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
 
     `module` is that module's version. If it is the mirror's version, changed files do not matter:
     an upgraded package leaves the module unchanged until a reboot, and the mirror keeps the
-    libraries that match it, and the control libraries mirrored with them. If no module reports a
-    version, the files from which the mirror was made must be unchanged.
+    libraries that match the module, and the control libraries mirrored with them. If no module
+    reports a version, the files from which the mirror was made must be unchanged.
     """
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:

@@ -23,7 +23,7 @@ class BindDirectory(NamedTuple):
     held: str = ""  # the source relative to the generation's directory, which the hook holds open
     noexec: bool = False
     volumes: bool = False  # the mount point may be created in a volume
-    optional: bool = False  # left out, with a reason in the log, if the image cannot take it
+    optional: bool = False  # left out, with a reason in the log, if it fails because of the image
     may_lack: bool = False  # left out if the host has no such directory
     op: Literal["bind-directory"] = "bind-directory"
 
@@ -33,7 +33,7 @@ class BindDirectory(NamedTuple):
 
 
 class BindFile(NamedTuple):
-    """Mounts a file of the host, read-only, nosuid and nodev, on a file in the container."""
+    """Mounts a host file, read-only, nosuid and nodev, on a file in the container."""
 
     source: str
     target: str
@@ -223,7 +223,7 @@ def _bind_directory(
     noexec: bool = False,
     optional: bool = False,
 ) -> BindDirectory:
-    """Return the mount of a directory of the generation."""
+    """Return the mount of a directory in the generation."""
     source = f"{manifest.directory}/{held}"
     return BindDirectory(source, target, held, noexec=noexec, optional=optional)
 
@@ -236,7 +236,7 @@ def _bind_file(
     noexec: bool = False,
     optional: bool = False,
 ) -> BindFile:
-    """Return the mount of a file of the generation."""
+    """Return the mount of a file in the generation."""
     return BindFile(f"{manifest.directory}/{held}", target, held, noexec, optional)
 
 
@@ -263,7 +263,7 @@ def _plan_place(manifest: MirrorManifest, choice: PlacePlan, image: Image) -> li
 def plan_container(
     manifest: MirrorManifest, share: WantedParts, grant: Grant, image: Image
 ) -> Plan:
-    """Plan a container. Raise ImageError if it asks for compat32 and the image lacks it."""
+    """Plan a container. Raise ImageError if it asks for compat32 but the image lacks it."""
     mirror_set = share.mirror_set
     operations: list[Operation] = [
         _bind_directory(manifest, mirror_set.lib64, target)
@@ -308,7 +308,7 @@ def plan_container(
         )
         for b in share.binds
     ]
-    # The cache comes last: the directories that it leads to have to be mounted by then.
+    # The cache comes last: the directories that it points to have to be mounted by then.
     cache = plan_cache(image.cache, tuple(mappings))
     if cache is not None:
         operations.append(cache)

@@ -40,12 +40,12 @@ ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
 LATE = "--late"  # set by the C front end after a child of the fork server has missed its deadline
 STATE_LIMIT = 4 << 20  # bytes
 CONFIG_LIMIT = 4 << 20  # bytes; once parsed, the smallest values take 50 times as much memory
-FIRST_READ = 64 << 10  # bytes of the first read; most inputs are smaller
-NEXT_READ = 1 << 20  # bytes of each further read
+FIRST_READ = 64 << 10  # bytes in the first read; most inputs are smaller
+NEXT_READ = 1 << 20  # bytes in each further read
 
 
 class HookOptions:
-    """The options of the command line."""
+    """The command-line options."""
 
     def __init__(self) -> None:
         self.runtime_dir = "/run/tidegate"
@@ -140,7 +140,7 @@ class DeferredDeadline:
         DeferredDeadline.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Raise the error of a deadline that passed inside the block."""
+        """Raise the error for a deadline that passed inside the block."""
         DeferredDeadline.depth -= 1
         if DeferredDeadline.missed and not DeferredDeadline.depth:
             missed, DeferredDeadline.missed = DeferredDeadline.missed, None
@@ -178,8 +178,9 @@ def may_mention_us(config: bytes) -> bool:
     """Return, without parsing, whether config.json may contain a Tidegate annotation.
 
     Most containers on a node have none, and this check is all that they pay for. JSON escapes could
-    spell the prefix, so a text in which one of its characters is escaped is parsed to be sure. Go
-    escapes "&", "<" and ">", which half of all command lines contain; the prefix has none of them.
+    spell the prefix, so a text in which a character of the prefix is escaped is parsed to be sure.
+    Go escapes "&", "<" and ">", which half of all command lines contain; the prefix has none of
+    them.
     """
     if PREFIX.encode()[:-1] in config:
         return True

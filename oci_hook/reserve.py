@@ -55,15 +55,16 @@ class Settings(NamedTuple):
     dev_dir: str = "/dev"
     driver_dir: str = "/var/lib/tidegate/driver"
     module_version: str = "/proc/driver/nvidia/version"
-    environment: bool = False  # whether TIDEGATE_* variables replace annotations that are missing
+    environment: bool = False  # whether TIDEGATE_* variables stand in for missing annotations
     timeout: float = 10.0
 
 
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
     """Return the requests in the container's environment, as annotations.
 
-    The image can set these variables, as well as the user who starts the container. So they are a
-    last resort for engines without annotations, and count only if the node's settings allow it.
+    The image can set these variables, and so can the user who starts the container. They are
+    therefore a last resort for engines without annotations, and count only if the node's settings
+    allow it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None

@@ -105,7 +105,7 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> EngineCall:
 
 def _take(call: EngineCall, name: str, value: str) -> None:
     if name == "log":
-        call.log = value.removeprefix("file:")  # crun takes file:PATH and journald:NAME
+        call.log = value.removeprefix("file:")  # crun accepts file:PATH and journald:NAME
     elif name in ("log-format", "bundle", "config"):
         setattr(call, name.replace("-", "_"), value)
 
@@ -431,7 +431,7 @@ def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     # This is done whatever the status is: if the container does not exist, its files are removed,
-    # and a running container keeps them.
+    # but a running container keeps them.
     take_back(call, node)
     return status if status >= 0 else 128 - status
 
@@ -504,7 +504,7 @@ def after_delete(arguments: list[str]) -> int:
 def edit_or_refuse(call: EngineCall, node: NodeSettings, *, late: bool = False) -> int:
     """Edit config.json if necessary; return 0, or the exit status of a start that is refused.
 
-    `late`: the C program has already abandoned a process that was editing it.
+    `late`: the C program has already abandoned a process that was editing the file.
     """
     from oci_hook.errors import show
     from oci_hook.log import RunEvent

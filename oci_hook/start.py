@@ -2,7 +2,7 @@
 
 `read_request` parses the request, `inspect` examines the node and the image, `admit` asks the
 governor, and `mount` applies the plan. `oci_hook.main` imports this module, and with it all modules
-that only these steps need, when a container is known to request a GPU.
+that only these steps need, once it has found that a container requests a GPU.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ IDENTITY = {
 }
 
 
-# Annotations of containerd and CRI-O with the container's type. A `sandbox` is the container that
-# keeps a pod's namespaces and runs none of the user's programs; it has the pod's annotations, too.
+# Annotations in which containerd and CRI-O give the container's type. A `sandbox` is the container
+# that keeps a pod's namespaces and runs none of the user's programs; it has the pod's annotations,
+# too.
 KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 
 
@@ -159,7 +160,7 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> OciState:
     if needs_pid:
         if type(pid) is not int or not 0 < pid <= PID_LIMIT:
             raise OciStateError(
-                f"pid in the OCI state is {show(pid)}, not a process of this host",
+                f"pid in the OCI state is {show(pid)}, not a process on this host",
                 hint="register the hook as createRuntime or prestart, which run on the host's side",
             )
         if type(bundle) is not str or not bundle.startswith("/") or not is_text(bundle):
@@ -237,7 +238,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
     asks = b'"--governed"' in data or b'"--claim' in data
     asks = asks or any(known.startswith(PREFIX) for known in annotations)
     if twice and asks:
-        # crun takes the first of the two; runc and the hook take the last.
+        # crun uses the first of the two; runc and the hook use the last.
         raise BundleError(
             f"{show(twice[0])} is given twice in {name}",
             hint="the program that wrote config.json has to write each name once",
@@ -250,8 +251,8 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
     Each engine overwrites a user's values for its own annotations, but not for the other engine's,
     and CRI-O passes on all annotations of a pod. So values that disagree come from a user. A
-    container that asks for a GPU with them is refused, because its use would be charged to
-    another tenant.
+    container that has such values and asks for a GPU is refused, because its use would be charged
+    to another tenant.
     """
     identity: dict[str, str] = {}
     origins: dict[str, str] = {}

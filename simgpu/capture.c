@@ -48,7 +48,7 @@ struct graph_memory **graph_memory(struct graph *graph)
     return &graph->memory;
 }
 
-/** graph_add() - add a node that depends on others of the same graph */
+/** graph_add() - add a node that depends on others in the same graph */
 CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, size_t n,
                    struct graph_node **nodep)
 {
@@ -116,7 +116,7 @@ struct capture *capture_find(uint64_t number)
     return capture;
 }
 
-/** capture_begin() - start to record the stream's commands in a graph */
+/** capture_begin() - start recording the stream's commands in a graph */
 CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
 {
     static uint64_t captures;

@@ -49,7 +49,7 @@ static CUresult context_place(struct context *context)
     return CUDA_SUCCESS;
 }
 
-/** context_new() - create a context of this process; it takes device memory while it exists */
+/** context_new() - create a context in this process; it takes device memory while it exists */
 CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags)
 {
     static const size_t limits[CONTEXT_LIMITS] = {
@@ -168,7 +168,7 @@ static uint64_t context_patience(const struct context *context)
 }
 
 /*
- * Sleep until `need` kernels may have completed. Called with the device's lock, which is released
+ * Sleep until `need` kernels may have completed. Called with the device's lock held; it is released
  * first. Returns an error if the context did not survive, or if a virtual clock would never reach
  * that point.
  */
@@ -216,7 +216,7 @@ CUresult context_wait(struct context *context, uint64_t need)
     }
 }
 
-/** context_drain() - wait until everything that this process has submitted on a device is done */
+/** context_drain() - wait until everything that this process has submitted to a device is done */
 CUresult context_drain(int ordinal)
 {
     uint64_t last = UINT64_MAX;
@@ -240,7 +240,7 @@ CUresult context_drain(int ordinal)
 }
 
 /**
- * context_reserve() - wait until the queue has room; returns with the device's lock held
+ * context_reserve() - wait until there is room in the queue; returns with the device's lock held
  *
  * The driver's lock may have been released in the meantime: objects that the caller has looked up
  * may be gone, except for the context.

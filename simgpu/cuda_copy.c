@@ -166,7 +166,7 @@ ENTRY(cuMemcpyDtoDAsync_v2_ptsz, CUdeviceptr to, CUdeviceptr from, size_t bytes,
     return copy_line(ADDRESS(to), true, ADDRESS(from), true, bytes, PER_THREAD(stream), false);
 }
 
-/* The kind of memory of each end follows from its address. */
+/* The kind of memory at each end follows from its address. */
 static CUresult copy_unified(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream,
                              bool synchronous)
 {

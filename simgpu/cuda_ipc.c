@@ -1,7 +1,7 @@
 /*
  * Entry points: memory of another process
  *
- * A handle identifies a block of memory of the process that exported it. Opening it allocates
+ * A handle identifies a block of memory in the process that exported it. Opening it allocates
  * private memory of the same size, which takes no device memory. The contents are therefore not
  * shared.
  */

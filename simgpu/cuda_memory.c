@@ -1,4 +1,4 @@
-/* Entry points: memory of a context, and information about pointers. */
+/* Entry points: memory in a context, and information about pointers. */
 #include "driver.h"
 
 static CUresult allocate(CUdeviceptr *addressp, enum allocation_kind kind, size_t bytes)

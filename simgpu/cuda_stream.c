@@ -159,7 +159,7 @@ static CUresult wait_event(CUstream handle, CUevent event, unsigned int flags)
 }
 
 /*
- * The word is in this process's host memory: streams of the simulated GPU can watch no other
+ * The word is in this process's host memory: streams on the simulated GPU can watch no other
  * memory.
  */
 static CUresult wait_value(CUstream handle, CUdeviceptr address, uint32_t value, unsigned int flags)

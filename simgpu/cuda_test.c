@@ -26,7 +26,7 @@ ENTRY(simgpu_clock_set, CUdevice ordinal, uint64_t now)
         atomic_store(&device->gpu->shared.virtual_now, now);
     atomic_store(&device->gpu->shared.clock_mode, 1);
     device_leave(device);
-    /* Bring the device's state up to the new time, as the next call of any process would. */
+    /* Bring the device's state up to the new time, as the next call from any process would. */
     if (!device_enter(device))
         return driver_leave(CUDA_ERROR_DEINITIALIZED);
     device_leave(device);
@@ -73,7 +73,7 @@ ENTRY(simgpu_hold, CUdevice ordinal)
         pause();
 }
 
-/* Make each later cuEventRecord of this process take `us` microseconds, without a lock. */
+/* Make each later cuEventRecord in this process take `us` microseconds, without holding a lock. */
 ENTRY(simgpu_record_late, unsigned int us)
 {
     atomic_store(&driver_record_us, us);

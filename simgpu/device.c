@@ -3,11 +3,11 @@
  *
  * There is no server, so only the kernel knows which processes are alive. Each attached library
  * holds a record lock on one byte that represents its slot, and F_GETLK returns the owner's pid in
- * the caller's pid namespace. A record lock is dropped when its process closes any descriptor of
+ * the caller's pid namespace. A record lock is dropped when its process closes any descriptor for
  * the file, so a device is opened once and never closed while it is in use.
  *
  * The lock on the shared state is a futex word that names the holder's slot and generation. A
- * robust pthread mutex would name the thread id, which means nothing across pid namespaces: if
+ * robust pthread mutex would contain the thread id, which means nothing across pid namespaces: if
  * thread 1 of one container died while waiting, its exit would release the lock held by thread 1 of
  * another container. A process that has waited for a long time asks the kernel whether the holder
  * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
@@ -56,7 +56,7 @@ const char *device_directory(void)
 }
 
 /*
- * A number that all libraries of one process share and that no other process has. AT_RANDOM changes
+ * A number that all libraries in one process share and that no other process has. AT_RANDOM changes
  * with each exec, so an attachment made before an exec does not count as alive after it.
  */
 static uint64_t process_key(void)
@@ -69,7 +69,7 @@ static uint64_t process_key(void)
     return key ? key : 1;
 }
 
-/* Makes the system call itself: fcntl64 would require a newer C library than the real driver. */
+/* Makes the system call itself: fcntl64 requires a newer C library than the real driver does. */
 static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp)
 {
     struct flock lock = {
@@ -215,7 +215,7 @@ static void sample_take(struct gpu *gpu)
  * device_enter() - take the lock and bring the timeline up to date
  *
  * Returns false, without the lock, if this library's attachment is gone because the process closed
- * a descriptor of the device file.
+ * a descriptor for the device file.
  */
 bool device_enter(struct device *device)
 {
@@ -346,7 +346,7 @@ static int slot_attach(struct device *device, bool nvml)
             device->generation = (atomic_fetch_add(&shared->generations, 1) + 1) & LOCK_GENERATIONS;
         } while (device->generation == 0);
         /*
-         * Set before the lock is first taken, so that other libraries of this process see a live
+         * Set before the lock is first taken, so that other libraries in this process see a live
          * holder.
          */
         atomic_store(&shared->slots[i].key, device->key);

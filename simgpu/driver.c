@@ -2,7 +2,7 @@
  * One process's side of the simulated driver
  *
  * Everything here is guarded by one lock, `driver.lock`. It is released only while a thread sleeps
- * and while a callback of the application runs. Where the device's lock is needed as well, it is
+ * and while an application callback runs. Where the device's lock is needed as well, it is
  * taken second and held for one check or one change.
  *
  * Kernels are in the shared queue, and any process that enters the device completes those that are

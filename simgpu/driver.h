@@ -38,7 +38,7 @@ bool pool_owns(const struct pool *pool, const void *object);
 enum command_kind {
     COMMAND_KERNEL,
     COMMAND_WAIT, /* a kernel of length zero that is held until a word reaches a value */
-    COMMAND_MEET, /* a kernel that spins until a word reaches a value, and then works */
+    COMMAND_MEET, /* a kernel that spins until a word reaches a value, and then takes `duration` */
     COMMAND_EVENT,
     COMMAND_COPY,
     COMMAND_SET,
@@ -85,7 +85,7 @@ struct effect {
 struct place {
     const uint32_t *word; /* wait, meet: held until this reaches `value`; otherwise NULL */
     uint32_t *own;        /* meet: set to `value` when the command begins */
-    uint64_t behind;      /* meet: ns that the kernel works once the word has reached `value` */
+    uint64_t behind;      /* meet: ns that the kernel takes once the word has reached `value` */
     uint32_t value;
     uint64_t *stamp;
     uint64_t completed;

@@ -31,7 +31,7 @@ struct graph_memory {
     uintptr_t base;
     size_t room;
     size_t extent; /* bytes from the base that nodes use */
-    uint64_t held; /* bytes of the device, 0 before the first launch */
+    uint64_t held; /* bytes on the device, 0 before the first upload or launch */
     struct span *spans;
     size_t n_spans;
 };
@@ -224,7 +224,7 @@ static void give(struct graph_memory *memory)
     memory->held = 0;
 }
 
-/** graphmem_leave() - drop the reference of a graph or executable graph that is destroyed */
+/** graphmem_leave() - drop the reference of a graph or executable graph being destroyed */
 void graphmem_leave(struct graph_memory *memory, bool instantiated)
 {
     struct graph_memory **link = &memories;

@@ -32,7 +32,7 @@
 #define GPU_QUEUE    1024 /* commands in flight per context, as on the hardware */
 
 /*
- * Slots from here on belong to the NVML library, so that the two libraries of one process never
+ * Slots from here on belong to the NVML library, so that the two libraries in one process never
  * request the same byte lock: the kernel would grant it to both.
  */
 #define GPU_SLOT_NVML 192
@@ -74,7 +74,7 @@ struct gpu_config {
 
 /* One attached library of one process. */
 struct gpu_slot {
-    _Atomic uint64_t key;      /* identifies the process among those of the same machine */
+    _Atomic uint64_t key;      /* identifies the process among those on the same machine */
     _Atomic uint64_t memory;   /* bytes allocated, not counting those of the contexts themselves */
     _Atomic uint32_t attached; /* generation of the owner, 0 for a free slot */
     _Atomic uint32_t state;    /* CUprocessState of the process */
@@ -111,7 +111,7 @@ struct gpu_timeline {
 
 /* The command waits for a word in its process's memory. */
 #define GPU_HELD (1ull << 63)
-/* The kernel polls a word: its length is set once the word has the value that it waits for. */
+/* The kernel polls a word; the kernel's length is set once the word has the expected value. */
 #define GPU_SPINS (1ull << 62)
 
 struct gpu_command {

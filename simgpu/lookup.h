@@ -1,4 +1,4 @@
-/* Finds functions of the library by base name, version and kind of default stream. */
+/* Finds functions in the library by base name, version and kind of default stream. */
 #pragma once
 
 #include <stdint.h>

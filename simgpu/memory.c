@@ -2,7 +2,7 @@
  * Memory: the allocations of a process, and the device memory that they take
  *
  * A device address is an address of private, lazily backed memory of this process, so copies are
- * real and untouched memory costs nothing. The device is charged what the driver takes: blocks
+ * real and untouched memory costs nothing. What is charged is what the driver takes: blocks
  * below 1 MiB are cut, in units of 512 bytes, from slabs of 2 MiB that belong to one context;
  * larger ones are multiples of 2 MiB.
  */

@@ -342,7 +342,7 @@ void mempool_synchronized(const struct device *device)
 }
 
 /**
- * mempool_context_ended() - release unused memory of pools and graphs when a context has ended
+ * mempool_context_ended() - release unused memory in pools and graphs when a context has ended
  *
  * The memory is kept while this process has another context on the device.
  */

@@ -74,7 +74,7 @@ bool mps_client(void)
     return server >= 0;
 }
 
-/* A fault of one client is a fault of all clients, and so is the end of the server. */
+/* A fault in one client is a fault in all clients, and so is the end of the server. */
 CUresult mps_fault(void)
 {
     char byte;

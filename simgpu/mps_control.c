@@ -3,7 +3,7 @@
  *
  * It is started with -f, listens on `control` and `control_privileged`, sends the greeting of
  * driver 550, and logs events in the wording of that driver. Its "server" is a child that sleeps.
- * Clients stay connected. SIGUSR1 simulates a fatal fault of the first client: all clients are
+ * Clients stay connected. SIGUSR1 simulates a fatal fault in the first client: all clients are
  * notified, and new ones are refused until the old ones have disconnected.
  */
 #include "mps.h"

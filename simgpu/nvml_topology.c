@@ -140,7 +140,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDevice_t device, un
     } else if (end == GPU_LINK_SWITCH) {
         *info = pci_info(SWITCH_BUS + link % SWITCHES);
     } else {
-        *info = pci_info(end); /* simgpu.py gives GPU n the bus n + 1 */
+        *info = pci_info(end); /* simgpu.py assigns bus n + 1 to GPU n */
     }
     return NVML_SUCCESS;
 }

@@ -1,8 +1,8 @@
 /*
  * NVML: how busy a GPU is, and which processes use it
  *
- * A percentage needs two readings of the timeline. The device file keeps an earlier reading only of
- * the GPU as a whole; the observer itself keeps all others, beginning with the first query.
+ * A percentage needs two readings of the timeline. The device file keeps an earlier reading only
+ * for the GPU as a whole; the observer itself keeps all others, beginning with the first query.
  */
 #include "nvml_observer.h"
 
@@ -136,7 +136,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 
 /*
  * Busy time of each context at an earlier query by this process. The device file keeps no such
- * history, so there is no data about the time before the first query.
+ * history, so there is no data for the time before the first query.
  */
 struct history {
     uint64_t now;

@@ -12,7 +12,7 @@
  * begins when its context takes the GPU. If it ends while no other context is waiting, the next
  * slice begins when another context starts to wait: on the H200 a newcomer does not interrupt the
  * last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later
- * where it stopped. Each context has one queue: one kernel at a time, in the order of submission,
+ * where it stopped. Each context has one queue: one kernel at a time, in order of submission,
  * regardless of streams. A context may have its own slice length. A context that is switched off is
  * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
  */
@@ -21,10 +21,10 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* Maximum number of steps of one prediction; a step is a slice, a switch or a kernel. */
+/* Maximum number of steps in one prediction; a step is a slice, a switch or a kernel. */
 #define PREDICTION_STEPS 256
 
-/** schedule_current() - the timeline that is in force */
+/** schedule_current() - the current timeline */
 struct gpu_timeline *schedule_current(struct gpu *gpu)
 {
     return &gpu->shared.timelines[atomic_load(&gpu->shared.current) & 1];
@@ -181,7 +181,7 @@ static void timeline_copy(const struct gpu *gpu, struct gpu_timeline *to,
  * schedule_advance() - decide everything that happens before `now`
  *
  * The completion times of commands are in the queue before the new heads become visible. If the
- * caller is killed before it is done, the old timeline stays in force, and the next caller makes
+ * caller is killed before it is done, the old timeline stays current, and the next caller makes
  * the same decisions again. Time does not go back: an earlier `now` changes nothing.
  */
 void schedule_advance(struct gpu *gpu, uint64_t now)

@@ -112,7 +112,7 @@ def _size(text: str) -> int:
 
 
 def device_uuid(seed: int, index: int) -> uuid.UUID:
-    """Return the UUID that `create` gives device `index` of a directory made with `seed`."""
+    """Return the UUID that `create` gives device `index` in a directory made with `seed`."""
     return uuid.UUID(
         bytes=hashlib.sha256(f"simgpu {seed} {index}".encode()).digest()[:16], version=4
     )
@@ -123,16 +123,17 @@ class MachineTopology:
     """Locations of the GPUs of a machine, and the NVLinks between them.
 
     A location is `NUMA node/host bridge/PCIe tree/switch`: the common prefix of two locations is
-    what NVML calls their common ancestor. Without locations NVML reports no ancestor. A link
-    is `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each GPU to
-    NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the switches.
+    what NVML calls their common ancestor. Without locations NVML reports no ancestor. Links
+    are written as `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each
+    GPU to NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the
+    switches.
     """
 
     places: tuple[str, ...] = ()
     nvlinks: tuple[str, ...] = ()
 
     def check(self, devices: int) -> None:
-        """Raise ValueError if an NVLink does not lead to another of the `devices` GPUs."""
+        """Raise ValueError if an NVLink names one GPU twice, or one beyond the `devices` GPUs."""
         for link in self.nvlinks:
             ends = [int(number) for number in re.findall(r"\d+", link.partition("=")[0])]
             if any(end >= devices for end in ends):
@@ -320,7 +321,7 @@ def status(path: Path) -> DeviceStatus:
 
 
 def devices(directory: Path) -> list[Path]:
-    """Return the device files of a directory, in the order of their numbers."""
+    """Return the device files in a directory, in the order of their numbers."""
     found = [path for path in directory.glob("gpu*") if path.name[3:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[3:]))
 

@@ -3,8 +3,8 @@
  *
  * Models what a root process does to the channel groups of a real GPU through ioctls of the kernel
  * module. Contexts are selected by the pid of their process. The calls set time slices, switch
- * contexts off and on, and return how long each context was on the GPU. Contexts that are created
- * later have the device's slice and are switched on.
+ * contexts off and on, and return how long each context has been on the GPU. Contexts that are
+ * created later have the device's slice and are switched on.
  */
 #include <string.h>
 

@@ -1,7 +1,7 @@
 """Steer a simulated GPU's scheduler, as a root process steers the scheduler of a real GPU.
 
-The module implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call
-on a real GPU takes 0.6 ms; the calls here take no time.
+The module implements `Hardware` from governor/hardware/steering.py for a simulated GPU. A driver
+call on a real GPU takes 0.6 ms; the calls here take no time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from governor.hardware.activity import Full
 from governor.hardware.watchdog import Watchdog
 
 MOST = 256
-"""Maximum number of contexts of one GPU: GPU_CONTEXTS of layout.h."""
+"""Maximum number of contexts on one GPU: GPU_CONTEXTS in layout.h."""
 
 
 class SteeredProcess(NamedTuple):
@@ -33,9 +33,9 @@ class SteeredProcess(NamedTuple):
 class ContextRow(ctypes.Structure):
     """A context: its process, its GPU time in ns, and its time slices.
 
-    `early` is the number of slices that ended early, `full` the ns of slices that were used in
-    full, and `full_ended` the end of the last of those. This is `struct simgpu_residency` of
-    steer.c.
+    `early` is the number of slices that ended early, `full` the length in ns of the slices that
+    were used in full, and `full_ended` the end of the last of those. This is
+    `struct simgpu_residency` in steer.c.
     """
 
     _fields_ = tuple(
@@ -60,7 +60,7 @@ class GpuTimes(NamedTuple):
 
 
 class SimulatedHardware:
-    """One simulated GPU, accessed through the simulated NVML and a handle of its device."""
+    """One simulated GPU, accessed through the simulated NVML and a handle to its device."""
 
     elsewhere_s = 0.0
 
@@ -83,7 +83,7 @@ class SimulatedHardware:
         self.returned_ns: Mapping[int, int] = {}
 
     def watchdog(self) -> Watchdog:
-        """Start a process that switches on the contexts that are left off."""
+        """Start a process that switches on the contexts that were left off."""
         return Watchdog("simgpu.steering:revive", (self._nvml._name, self._uuid))  # noqa: SLF001
 
     def close(self) -> None:
@@ -136,11 +136,11 @@ class SimulatedHardware:
 
     @property
     def n_lost(self) -> int:
-        """Number of lost records of the trace: always 0."""
+        """Number of records lost from the trace: always 0."""
         return 0
 
     def tokens(self, held: Sequence[SteeredProcess]) -> list[Any]:
-        """Return the PIDs, in the form that `revive` takes."""
+        """Return the PIDs, in the form that `revive` accepts."""
         return [one.pid for one in held]
 
     def name(self, held: SteeredProcess) -> list[Any]:

@@ -2,7 +2,7 @@
  * Streams and their order
  *
  * A stream is a number: how many kernels of its context must have completed for it to be done.
- * Kernels of all streams are in one queue in the order of submission, so waiting for another stream
+ * Kernels of all streams are in one queue in order of submission, so waiting for another stream
  * means waiting for a larger number, and the barrier of the NULL stream is a maximum.
  */
 #include "driver.h"
@@ -107,7 +107,7 @@ CUresult stream_new(struct context *context, unsigned int flags, int priority,
     return CUDA_SUCCESS;
 }
 
-/** stream_free() - invalidate the handle at once; pending work of the stream continues */
+/** stream_free() - invalidate the handle at once; pending work in the stream continues */
 void stream_free(struct stream *stream)
 {
     struct stream **link = &stream->context->streams;

@@ -61,7 +61,7 @@ def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen
 
 
 class SimulatedDriver:
-    """The libcuda of one build."""
+    """The libcuda from one build."""
 
     def __init__(self, build: Path) -> None:
         self.path = build / "simgpu" / "libcuda.so.1"
@@ -92,7 +92,7 @@ class SimulatedDriver:
 
     @contextmanager
     def attached(self, directory: Path) -> Iterator[SimulatedDriver]:
-        """Initialise the driver on the devices of `directory` until the end of the block."""
+        """Initialise the driver on the devices in `directory` until the end of the block."""
         before = os.environ.get("SIMGPU_DIR")
         os.environ["SIMGPU_DIR"] = str(directory)
         try:
@@ -180,6 +180,6 @@ class Context:
         )
 
     def synchronize(self) -> None:
-        """Wait for all work of this context; a virtual clock advances to the end of the work."""
+        """Wait for all work in this context; a virtual clock advances to the end of the work."""
         self.make_current()
         self.driver.call("cuCtxSynchronize")

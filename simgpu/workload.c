@@ -202,7 +202,7 @@ static void ring_make(struct ring *ring)
     CUmodule module;
 
     /* Groups are small, because a container with a small share would wait a long time for a large
-     * one. */
+     * group. */
     ring->group = options.gap ? 1 : (options.depth + 15) / 16;
     ring->groups = options.gap ? 1 : (options.depth + ring->group - 1) / ring->group;
     CALL(load, "cuModuleLoadData", &module, "// tidegate simgpu module\nkernel burn_stamp\n");

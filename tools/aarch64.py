@@ -36,7 +36,7 @@ def build() -> None:
 
 
 def faults(name: str) -> list[str]:
-    """Return the faults of a built library, one line each."""
+    """Return the faults in a built library, one line each."""
     with (FOLDER / "libcontrol" / name).open("rb") as file:
         elf = ELFFile(file)
         found = [] if elf["e_machine"] == "EM_AARCH64" else [f"{name} is {elf['e_machine']}"]
@@ -47,7 +47,7 @@ def faults(name: str) -> list[str]:
                 for version in auxiliaries:
                     match = re.fullmatch(r"GLIBC_([0-9]+)\.([0-9]+)(\.[0-9]+)?", version.name)
                     if not match or (int(match[1]), int(match[2])) > GLIBC_LIMIT:
-                        found.append(f"{name} needs {version.name} of {needed.name}")
+                        found.append(f"{name} needs {version.name} from {needed.name}")
     return found
 
 

@@ -258,7 +258,7 @@ class BrowserPage:
         )  # fmt: skip
 
     def prefer(self, **features: str) -> None:
-        """Set the user's preferences, like `color_scheme="dark"`."""
+        """Set the user's preferences, such as `color_scheme="dark"`."""
         self.call(
             "Emulation.setEmulatedMedia",
             features=[

@@ -53,7 +53,7 @@ def commands() -> dict[str, list[str]]:
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
     # A lock file consists of digests, and a licence's text is fixed.
     prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
-    # The first word is in a test of misspelt annotations; LOOS is from the ELF standard, triggerin
+    # The first word is in a test for misspelt annotations; LOOS is from the ELF standard, triggerin
     # from rpm.
     misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {

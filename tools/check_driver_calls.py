@@ -3,10 +3,10 @@
     python -m tools.check_driver_calls SOURCE [TAG...]
 
 SOURCE is a checkout of https://github.com/NVIDIA/open-gpu-kernel-modules, or an unpacked source
-package of a release. With tags, it is a git repository of that project, and each tag is checked.
-Every number, size and offset in governor/hardware/calls.py becomes an assertion that gcc evaluates.
-The program prints a line for each tree and for each difference, and exits with status 1 if there is
-a difference.
+package of a release. With tags, SOURCE is a git repository of that project, and each tag is
+checked. Every number, size and offset in governor/hardware/calls.py becomes an assertion that gcc
+evaluates. The program prints a line for each tree and for each difference, and exits with status 1
+if there is a difference.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ wrong. Completions for bash, zsh and fish come with the package.
 """
 
 SETTINGS = (
-    "Its settings, one per line of `/etc/tidegate/runtime` ([more](runtime.md#tidegate-runtime)):"
+    "Its settings, one per line in `/etc/tidegate/runtime` ([more](runtime.md#tidegate-runtime)):"
 )
 
 

@@ -127,7 +127,7 @@ INNER = ((Metrics, "metrics"), (Web, "web"), (Defaults, "defaults"))
 
 
 def page() -> str:
-    """Return the whole page; raise ValueError if schema and dataclasses name different options."""
+    """Return the page; raise ValueError if the schema and dataclasses name different options."""
     options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
     inner = [(kind, options[name]["properties"]) for kind, name in INNER]
     for kind, named in [(Config, options), *inner]:

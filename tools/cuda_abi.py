@@ -2,7 +2,7 @@
 
 The control library and the simulated driver contain declarations of the types and functions that
 they need, because the header's licence keeps it out of the repository. Both sets of declarations,
-ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests install), are
+ours and those in the cuda.h in DIRECTORY (or in nvidia-cuda-runtime, which the tests install), are
 compiled, and compared using the debugging information that the compiler generates for them: sizes
 of types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
 whose name begins with "reserved" or "pad" may differ, on either side.
@@ -29,11 +29,11 @@ LIBCONTROL, SIMGPU = ROOT / "libcontrol", ROOT / "simgpu"
 
 CONSTANT = re.compile(r"^#define (CU\w+)\s+(0x[0-9a-f]+|\d+)\b", re.MULTILINE)
 CALLED = re.compile(r'^\s*FIND\((\w+), "(\w+)"\);', re.MULTILINE)
-"""Matches a function that the control library calls and does not hook: its field and its name."""
+"""Matches a function that the control library calls but does not hook: its field and its name."""
 FILLER = re.compile(r"reserved|pad")
 VARIABLE = "abi_"
 ELSEWHERE = re.compile(r"cu(GL|VDPAU)")
-"""Functions of cudaGL.h and cudaVDPAU.h."""
+"""Functions in cudaGL.h and cudaVDPAU.h."""
 CUDA_VERSION = re.compile(r"^#define CUDA_VERSION (\d+)$", re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ class Type:
 
 @dataclass
 class Declarations:
-    """The declarations of a translation unit, by name."""
+    """The declarations in a translation unit, by name."""
 
     types: dict[str, Type] = field(default_factory=dict)
     functions: dict[str, Type] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Declarations:
 
 
 class DebugInformation:
-    """The types of one compiled file."""
+    """The declarations in one compiled file."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -174,7 +174,7 @@ def _stripped(die: Any) -> Any:
 
 
 def compiled(includes: list[str], names: list[str], options: list[str]) -> Declarations:
-    """Return the declarations of these headers. Raise RuntimeError if they do not compile."""
+    """Return the declarations in these headers. Raise RuntimeError if they do not compile."""
     lines = [f"#include {name}" for name in includes]
     lines += [f"__typeof__(&{name}) {VARIABLE}{name};" for name in names]
     with tempfile.TemporaryDirectory() as directory:
@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return the declarations of NVIDIA's header, each form under its exported name."""
+    """Return the declarations in NVIDIA's header, each form under its exported name."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)
@@ -200,7 +200,7 @@ def read_header(include: Path) -> Declarations:
 
 
 def read_control() -> Declarations:
-    """Return the declarations of the control library: of functions that it hooks or calls."""
+    """Return the declarations in the control library, with the functions that it hooks or calls."""
     names = [fn.name for fn in CUDA if not ELSEWHERE.match(fn.name)]
     found = compiled(['"control.h"'], names, [f"-I{LIBCONTROL}", "-DOS_INTERPOSED"])
     called = dict(CALLED.findall((LIBCONTROL / "origin.c").read_text(encoding="utf-8")))
@@ -318,7 +318,7 @@ def packaged_include() -> Path | None:
 
 
 def header_version(include: Path) -> str:
-    """Return the CUDA version of a header, like 13.5."""
+    """Return the CUDA version of a header, such as 13.5."""
     text = (include / "cuda.h").read_text(encoding="utf-8", errors="replace")
     match = CUDA_VERSION.search(text)
     number = int(match[1]) if match else 0

@@ -114,7 +114,7 @@ def fetch(version: str) -> Path:
 
 
 def unpack(wheel: Path, kept: Path) -> None:
-    """Extract the header of a package to `kept`. Raise RegistryError if there is none."""
+    """Extract the header from a package to `kept`. Raise RegistryError if there is none."""
     with zipfile.ZipFile(wheel) as archive:
         inside = [name for name in archive.namelist() if name.endswith("/include/cuda.h")]
         if not inside:
@@ -126,7 +126,7 @@ def unpack(wheel: Path, kept: Path) -> None:
 
 
 def at_hand() -> Path | None:
-    """Return the directory of the newest header that was installed or kept."""
+    """Return the directory of the newest header that is installed or kept."""
     packaged = cuda_abi.packaged_include()
     found = [packaged] if packaged else []
     found += [path.parent for path in KEPT.glob("*/cuda.h")]

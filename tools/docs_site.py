@@ -2,7 +2,7 @@
 
 `python tools/docs_site.py` needs Sphinx (`make docs` installs it) and no network. Pages are copied
 to their places in the site (`placed`), and their links are adjusted; the list in docs/README.md
-becomes the site's table of contents. Every warning of Sphinx is an error, and so is a page that is
+becomes the site's table of contents. Every Sphinx warning is an error, and so is a page that is
 not listed, or an asset from another site.
 """
 
@@ -56,7 +56,7 @@ def placed(path: str) -> str:
 
 
 def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
-    """Return a page with its links adjusted to the site, and the files to which they lead."""
+    """Return a page with its links adjusted to the site, and the files that they point to."""
     rewritten, wanted = {}, set()
     here = PurePosixPath(placed(path)).parent
     for link in markdown.links(text):
@@ -66,7 +66,7 @@ def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
         if (ROOT / target).is_dir():
             target = os.path.normpath(f"{target}/README.md")
         if not (ROOT / target).is_file():
-            raise ValueError(f"{path}:{link.line}: {link.target} leads to no file")
+            raise ValueError(f"{path}:{link.line}: {link.target} points to no file")
         if target not in known:
             wanted.add(target)
         anchor = f"#{link.anchor}" if link.anchor else ""

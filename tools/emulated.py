@@ -26,7 +26,7 @@ NAME = "tidegate-aarch64"
 # An ELF header: 64 bits, little-endian, any ABI, an executable or a shared object, EM_AARCH64.
 MAGIC = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
 MASK = r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
-# F: the emulator is opened now, not in the root, which does not have it. P: the program sees its
+# F: the emulator is opened now, not in the root, which does not contain it. P: the program sees its
 # argv[0] as it was given.
 FLAGS = "FP"
 EVERYBODY = "0 0 4294967295"

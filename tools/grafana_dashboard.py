@@ -66,7 +66,7 @@ ROWS = (
             ),
             Panel(
                 "Violations now",
-                "Containers that bypass their quota",
+                "Containers that are bypassing their quota",
                 {"sum(tidegate_container_violation{OF}) or vector(0)": ""},
             ),
             Panel(

@@ -48,6 +48,6 @@ class WheelBuild(BuildHookInterface[Any]):
 
 
 def _glibc(libraries: list[Path]) -> int:
-    """Return N of the oldest glibc, 2.N, with all symbol versions that the libraries need."""
+    """Return N for 2.N, the oldest glibc that has all symbol versions that the libraries need."""
     asked = [re.findall(rb"\bGLIBC_2\.([0-9]+)", path.read_bytes()) for path in libraries]
     return max(int(number) for found in asked for number in found)

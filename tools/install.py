@@ -42,11 +42,11 @@ COMMANDS = {
     "tidegate-hook": "oci_hook/front/tidegate-hook",
     "tidegate-runtime": "oci_hook/front/tidegate-runtime",
 }
-# Files of the packages that are needed at run time.
+# Files in the packages that are needed at run time.
 SUFFIXES = {".py", ".json", ".toml", ".html", ".css", ".js"}
 # Directories of packaging/ that `tidegate setup` or an administrator copies from.
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
-# Documents, laid out as in the repository, so that links lead to the same places.
+# Documents, laid out as in the repository, so that links point to the same places.
 DOCUMENTS = (
     *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"),
     "simgpu/README.md",
@@ -167,7 +167,7 @@ def documents(to: Installer) -> None:
 def main() -> None:
     """Install everything."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--destdir", default="/", type=Path, help="a root to install to")
+    parser.add_argument("--destdir", default="/", type=Path, help="a root to install into")
     parser.add_argument("--prefix", default="/usr")
     parser.add_argument("--sysconf-dir", default="/etc")
     parser.add_argument("--unit-dir", default="lib/systemd/system")
@@ -191,7 +191,7 @@ def main() -> None:
     code(to, args.python, args.build)
     for path in files(args.vendor):
         to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
-    # Files of older versions would still be found by imports. They are removed last, because a
+    # Files from older versions would still be found by imports. They are removed last, because a
     # container that starts during the installation needs the hook.
     for name in ("python", "vendor"):
         to.remove_others(f"lib/tidegate/{name}")

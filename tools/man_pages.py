@@ -59,7 +59,7 @@ def words(text: str) -> str:
 
 
 def _document(link: str) -> str:
-    """Return the path of the document to which a link in a page of docs/reference leads."""
+    """Return the path of the document that a link in a page in docs/reference points to."""
     return posixpath.normpath(f"docs/reference/{link.partition('#')[0]}")
 
 
@@ -409,7 +409,7 @@ def yaml_5() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        YAML, without aliases. The files of `config.d` are read after `config.yaml`, in the
+        YAML, without aliases. The files in `config.d` are read after `config.yaml`, in the
         order of their names, if they end in `.yaml` and do not begin with a dot. If an option is
         given in several files, the last value wins: mappings are merged key by key, and a list
         replaces the earlier one. If there is no file, all defaults apply. A file other

@@ -48,7 +48,7 @@ class Link:
 
     @property
     def outside(self) -> bool:
-        """Whether the link leads out of the repository."""
+        """Whether the link points outside the repository."""
         return re.match(r"[a-z]+:", self.target) is not None
 
     @property
@@ -63,7 +63,7 @@ class Link:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return every page of the repository, including untracked ones, except ignored ones."""
+    """Return every page in the repository, including untracked ones, except ignored ones."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"],
         cwd=root,
@@ -112,7 +112,7 @@ def prose(text: str) -> Iterator[Line]:
 
 
 def links(text: str) -> Iterator[Link]:
-    """Yield the links of the prose; text in backticks is not a link."""
+    """Yield the links in the prose; text in backticks is not a link."""
     masked = _masked(text)
     for match in LINK.finditer(masked):
         line = masked.count("\n", 0, match.start("target")) + 1

@@ -40,8 +40,8 @@ A connection serves one request and ends after {REQUEST_S:g} s; at most {MAX_CON
 served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers.
 
 Series with a `container` label end with the container; until then its counters never decrease, even
-if a process ends. Sums over containers do not include those that have ended: for totals of a GPU or
-of the node, use the series without that label, which keep counting until the governor stops. `gpu`
+if a process ends. Sums over containers do not include those that have ended: for a GPU's totals or
+the node's, use the series without that label, which keep counting until the governor stops. `gpu`
 is the GPU's UUID, `index` its number on the node, and `container` the id that the runtime uses. In
 Kubernetes, `namespace` and `pod` name the container's pod, and `claim` (NAMESPACE/NAME) the claim
 that its quota comes from; otherwise they are empty. Containers that use the same shares of a claim
@@ -59,11 +59,11 @@ Memory that is [parked](../howto/overbook.md) counts as used, because it counts 
 What a container has on the GPU is its memory in use less what is parked.
 
 The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, and the numbers are
-those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
+those in `tidegate inspect` and on [the page](../howto/see-what-happens.md#the-page).
 
 Under `timeslice`, the hand-over is the time held less the time used. Under `mps`, a container's
-work may continue alongside that of the next one and is charged although its grant is over, so the
-time used may exceed the time held. On such GPUs, look at the time used and at the hand-over
+work may continue alongside that of the next container and is charged although its grant is over, so
+the time used may exceed the time held. On such GPUs, look at the time used and at the hand-over
 separately.
 """
 
@@ -78,7 +78,7 @@ rate(tidegate_gpu_handover_seconds_total[5m])
 # The average cost of a hand-over, in seconds
 rate(tidegate_gpu_handover_seconds_total[5m]) / rate(tidegate_gpu_grants_total[5m])
 
-# Containers that use less than 90 % of their guarantee although they wait
+# Containers that are using less than 90 % of their guarantee although they are waiting
 rate(tidegate_container_charged_seconds_total[5m])
     < 0.9 * tidegate_container_compute_guarantee_ratio
   and rate(tidegate_container_wait_seconds_total[5m]) > 0
@@ -95,7 +95,7 @@ tidegate_gpu_memory_granted_bytes / tidegate_gpu_memory_bytes
 # Containers whose calls wait for parked memory for more than a quarter of the time
 rate(tidegate_container_away_seconds_total[5m]) > 0.25
 
-# Containers that bypass their quota at this moment: see docs/howto/violations.md
+# Containers that are bypassing their quota at this moment: see docs/howto/violations.md
 tidegate_container_violation == 1
 ```
 """

@@ -1,8 +1,8 @@
-"""Removes the hook's rules one at a time, and checks that the tests of each rule fail.
+"""Removes the hook's rules one at a time, and checks that the tests for each rule fail.
 
     python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print what kills them
     python tools/mutate.py --page     write docs/reference/hook-rules.md
-    python tools/mutate.py --check    check that page and mutants are up to date; run no test
+    python tools/mutate.py --check    check that page and mutants are up to date; run no tests
 
 The rules and mutants are data: tests/mutants/rules.toml. A mutant that survives means a rule
 without a test. Some mutants make mounts on the host that should be in a container, so all of them
@@ -37,7 +37,7 @@ HEAD = """\
 # Rules of the hook
 
 The hook, and the runtime that edits config.json before it, run as root on an image that they do not
-trust. R1 to R16 come from CVEs of NVIDIA's toolkit and runc, which do the same kind of work.
+trust. R1 to R16 come from CVEs in NVIDIA's toolkit and runc, which do the same kind of work.
 Each rule has tests that carry out the attack with runc and crun, and mutants: patches that remove
 the rule from the code, under which the tests have to fail.
 `python tools/mutate.py` applies them to a copy of the tree, one after the other (this takes minutes
@@ -70,7 +70,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch of one file that removes a rule; `tests` are run on it."""
+    """A patch to one file that removes a rule; `tests` are run on it."""
 
     rule: str
     name: str
@@ -126,7 +126,7 @@ def page() -> str:
 
 
 def problems() -> list[str]:
-    """Return the faults of the table and the page, one line each."""
+    """Return the faults in the table and the page, one line each."""
     rules, mutants = read_table()
     found = []
     if [rule.id for rule in rules] != [f"R{n}" for n in range(1, len(rules) + 1)]:
@@ -141,7 +141,7 @@ def problems() -> list[str]:
     named = {test for rule in rules for test in rule.tests}
     for test in sorted(named | {test for mutant in mutants for test in mutant.tests}):
         path, _, name = test.partition("::")
-        start = f"def {name}(" if name else ""  # without a name: all tests of the file
+        start = f"def {name}(" if name else ""  # without a name: all tests in the file
         if not (ROOT / path).exists() or start not in (ROOT / path).read_text("utf-8"):
             found.append(f"test {test} does not exist")
     for mutant in mutants:

@@ -8,7 +8,8 @@
 #     keyring       the keyring that verifies its signatures
 #     script        debootstrap's script, which may be that of another release
 #
-# Ubuntu's releases are looked up next to Debian's on the mirror that this machine's apt uses, or otherwise on Ubuntu's own mirror.
+# Ubuntu's releases are looked up alongside Debian's on the mirror that this machine's apt uses, or otherwise on Ubuntu's
+# own mirror.
 
 # shellcheck disable=SC2034 # the caller reads them
 

@@ -16,7 +16,7 @@ from vdriver.errors import LibraryError
 from vdriver.manifest import Manifest, ManifestFile
 from vdriver.plan import BIN, DATA, LIB32, LIB64, ORIGIN, SETS
 
-# Directories that a generation may have even if no file of the manifest is in them.
+# Directories that a generation may have even if no file in the manifest is in them.
 DIRECTORIES = (".", LIB64, f"{LIB64}/{ORIGIN}", LIB32, BIN, DATA, SETS)
 LOADED = ("library", "control")  # roles of the files that programs load
 
@@ -120,7 +120,7 @@ class _Tree:
         return str((self.root / path).readlink())
 
     def find_link_fault(self, path: str) -> str | None:
-        """Return the reason if a link is dangling or leads out of the generation, else None."""
+        """Return the reason if a link is dangling or points outside the generation, else None."""
         text = self.text(path)
         target = os.path.normpath(f"{Path(path).parent}/{text}")
         if text.startswith("/") or target not in self.entries:

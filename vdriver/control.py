@@ -1,8 +1,9 @@
 """Reads the control libraries for a mirror, and hides the exports that the driver lacks.
 
 A control library exports every function of the newest driver. An older driver lacks some of them,
-and then a program must not find these in the control library, because programs choose their code
-path by the result of the lookup. So those names are made undefined in the mirror's copy.
+and then a program must not find the missing functions in the control library, because programs
+choose their code path by the result of the lookup. Their names are therefore made undefined in the
+mirror's copy.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def fit_control(
     """Return the libraries without the names that `driver` does not export.
 
     Raise MirrorError if a library cannot be patched, and LibraryError if a file cannot be read. A
-    driver without any export was not parsed correctly, so in that case no name is hidden.
+    driver without any exports was not parsed correctly, so in that case no name is hidden.
     """
     return dataclasses.replace(
         control,
@@ -138,6 +139,6 @@ def _read(path: Path, read: Read) -> Library:
     origin = f"{path.name.partition('.so')[0]}-origin.so.1"
     if origin not in library.needed:
         raise MirrorError(
-            f"{path} is not a control library of Tidegate: it does not need {origin}", hint=HINT
+            f"{path} is not a Tidegate control library: it does not need {origin}", hint=HINT
         )
     return library

@@ -162,7 +162,7 @@ def _scan(tree: Tree, tables: Tables, directories: Sequence[str | Path] | None) 
 
 
 def _search_directories(tree: Tree, wanted: Iterable[str], tables: Tables) -> tuple[str, ...]:
-    """Return the directories that exist, and those to which links in them lead, each once."""
+    """Return the directories that exist, and those that links in them point to, each once."""
     real: dict[str, None] = {}
     for directory in wanted:
         # Debian's alternatives: libcuda.so.1 -> /etc/alternatives/... -> nvidia/current/libcuda...
@@ -202,7 +202,7 @@ def _known_directories(tables: Tables) -> Iterator[str]:
 
 
 def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> Iterator[_Candidate]:
-    """Yield the complete drivers; add the faults of other versions to `faults`."""
+    """Yield the complete drivers; add the faults in other versions to `faults`."""
     for version in found.cuda.keys() & found.nvml.keys():
         try:
             cuda = _first(found, found.cuda[version], f"{CUDA}{version}", read, MACHINES)
@@ -356,7 +356,7 @@ def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ..
 def _libraries(
     reader: TreeReader, directories: Sequence[str], version: str, tables: Tables
 ) -> dict[tuple[Kind, str], DriverFile]:
-    """Return the libraries of the driver of this version, by class and machine, and file name."""
+    """Return the libraries of this driver version, by class and machine, and file name."""
     libraries: dict[tuple[Kind, str], DriverFile] = {}
     companions: dict[tuple[Kind, str], list[tuple[str, DriverFile]]] = {}
     ending = f".so.{version}"

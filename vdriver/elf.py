@@ -23,7 +23,7 @@ from typing import Any
 
 from vdriver.errors import LibraryError
 
-# Bounds for one file, in read calls and bytes. The files of drivers 390.157 to 555.58.02 need at
+# Bounds for one file, in read calls and bytes. The files in drivers 390.157 to 555.58.02 need at
 # most 958 reads and 7 KB for a Library, 25,715 reads and 280 KB for exports; the 46,000 exports of
 # LLVM 15 need 388,096 reads and 5.9 MB. A file that needs more was made to keep a parser busy.
 # MAX_READS reads take about a second.
@@ -305,7 +305,7 @@ def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
 
 
 def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
-    """Yield name, type and content of each note of a segment.
+    """Yield the name, type and content of each note in a segment.
 
     They are parsed here because pyelftools before 0.31 takes padding at a segment's end for a note.
     """
@@ -325,7 +325,10 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
-    """Return whether the file has a hash table for names; its used part has to be loaded."""
+    """Return whether the file has a hash table for names.
+
+    The part of the table that is in use must lie in a loaded segment.
+    """
     table = values.get("DT_GNU_HASH", values.get("DT_HASH"))
     if table is None:
         return False

@@ -122,7 +122,7 @@ def _pack(stamp: Stamp, answer: ReadResult) -> list[Any]:
 
 
 def _load(file: Path) -> dict[str, tuple[Stamp, ReadResult]]:
-    """Return a cache file's content; raise an error that ElfCache suppresses if it is damaged."""
+    """Return a cache file's content; if it is damaged, raise an error that ElfCache suppresses."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stored:
         status = os.fstat(fd)

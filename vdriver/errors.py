@@ -1,4 +1,4 @@
-"""The errors of a driver and its mirror, grouped by the action that an operator takes.
+"""The errors in a driver and its mirror, grouped by the action that an operator takes.
 
 Every error is one line: the message states what was found, and the hint states what to do.
 `code` is stable and has a row in docs/reference/errors.md; `status` is the exit status of
@@ -31,7 +31,7 @@ class OperatorError(Exception):
 
 
 class VdriverError(OperatorError):
-    """A fault of the driver or the mirror."""
+    """A fault in the driver or the mirror."""
 
     code = "vdriver"
 

@@ -1,4 +1,4 @@
-"""Finds the driver's files for fixed directories of a container: configuration, modules, firmware.
+"""Finds the driver's files for fixed directories in a container: configuration, modules, firmware.
 
 All of them are optional. The rules come from libraries.toml; each file found is a DataFile.
 """
@@ -30,7 +30,7 @@ def find_data(
     directories: Sequence[str],
     libraries: Collection[str],
 ) -> tuple[DataFile, ...]:
-    """Return the files of each place, the first one with each name; skip unusable files.
+    """Return the files for each place, the first one with each name; skip unusable files.
 
     `libraries` contains the names of the driver's libraries, each without `.so` and what follows.
     """

@@ -1,9 +1,9 @@
 """Removes the generations of the mirror that no container uses any more (`tidegate gc`).
 
-A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
+A generation is in use if it is mounted in any mount namespace on the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). A generation that might be in use
-where the search has no permission to look is kept. The search may take a minute; only the locks of
-the generations are held during it, so a refresh does not wait. The lock of the driver directory is
+where the search has no permission to look is kept. The search may take a minute; only the locks on
+the generations are held during it, so a refresh does not wait. The lock on the driver directory is
 taken for the removal.
 
 A library that is only mapped, because its process lost the mount, does not count as a use: a
@@ -87,10 +87,11 @@ def collect(
 ) -> Collection:
     """Remove every generation in `driver_dir` that is neither in force nor in use.
 
-    This includes generations that were set aside as damaged and leftovers of earlier runs; no other
-    file is touched. `nested` asserts that all containers are in this PID namespace although it is
-    not the machine's initial one. The search for uses takes at most `seconds`. Raise MirrorError if
-    the directory does not exist, or if it has generations but none of them is in force.
+    This includes generations that were set aside as damaged and leftovers from earlier runs; no
+    other file is touched. `nested` asserts that all containers are in this PID namespace although
+    it is not the machine's initial one. The search for uses takes at most `seconds`. Raise
+    MirrorError if the directory does not exist, or if it has generations but none of them is in
+    force.
     """
     directory = Path(driver_dir).resolve()
     given = os.path.abspath(driver_dir)  # noqa: PTH100 - links stay: mounts may show either name

@@ -27,7 +27,7 @@ MACHINE_FLAGS = {
 }
 BIG_ENDIAN = 3
 
-# Bounds of a file and of one name, in bytes. A distribution with everything installed has about
+# Bounds for a file and for one name, in bytes. A distribution with everything installed has about
 # ten thousand entries and 2 MiB of names. Offsets are checked one by one.
 MAX_BYTES = 16 << 20
 MAX_STRING = 4096
@@ -39,7 +39,7 @@ class CacheError(ValueError):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One entry of the cache, as `ldconfig -p` prints it on one line."""
+    """One entry in the cache, as `ldconfig -p` prints it on one line."""
 
     soname: str
     path: str

@@ -17,7 +17,7 @@ CURRENT = "current"  # the link to the generation in force, in the generations' 
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """One file or link of a generation; fields that do not apply to its role are None."""
+    """One file or link in a generation; fields that do not apply to its role are None."""
 
     path: str
     role: str
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bind:
-    """A directory of the host that is mounted in containers at the same path, if it exists."""
+    """A directory on the host that is mounted in containers at the same path, if it exists."""
 
     path: str
     capability: str

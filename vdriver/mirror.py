@@ -89,7 +89,7 @@ def apply_mirror(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> Applied:
-    """Make the plan's generation and put it in force; change nothing if it is already in force.
+    """Make the plan's generation and activate it; change nothing if it is already in force.
 
     Call this within `exclusive`. With `repair` the content of the generation in force is read, and
     a damaged generation is set aside. `progress` is called with the bytes done and the total.

@@ -113,7 +113,7 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
 
     An overlay is on another device, and mountinfo shows its layers by the paths with which it was
     mounted. A layer in a generation uses that generation; any other layer in the driver directory
-    (`current`, which may lead elsewhere by now, or the directory as a whole) uses all of them.
+    (`current`, which may now point elsewhere, or the directory as a whole) uses all of them.
     """
     used: set[str] = set()
     driver = sought.driver

@@ -4,9 +4,9 @@ Linux 6.12 and newer list the mount namespaces. On older kernels the search find
 threads in /proc, those that an open descriptor keeps alive, and those that a mount pins. It enters
 each namespace and reads the mounts there, because /proc/PID/mountinfo omits the mounts that a
 chroot hides from that process. A mount on / hides mounts from a process that enters the namespace;
-these are read from outside, through every process whose root is not on a mount that was read. A
-directory that a process has open, or has as its working directory, counts as well: a mount without
-a namespace (open_tree, umount --lazy) can be found only in that way.
+the hidden mounts are read from outside, through every process whose root is not on a mount that was
+read. A directory that a process has open, or has as its working directory, counts as well: a mount
+without a namespace (open_tree, umount --lazy) can be found only in that way.
 
 The search does not find the following: a mount that another mount on / hides, if no process has its
 root there; a directory that is open only through a descriptor in flight in a socket; an overlay's
@@ -57,7 +57,7 @@ BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compa
 class NamespaceUse:
     """A mount namespace in which a generation is mounted, and its processes, lowest pid first.
 
-    For a process that has a directory of the generation open, `inode` is 0.
+    For a process that has a directory in the generation open, `inode` is 0.
     """
 
     inode: int
@@ -89,7 +89,7 @@ class GenerationUses:
 
 
 def search(sought: Sought, *, seconds: float) -> GenerationUses:
-    """Search all mount namespaces and open directories of processes, for `seconds` at most."""
+    """Search all mount namespaces and the processes' open directories, for `seconds` at most."""
     deadline = time.monotonic() + seconds
     reader, writer = os.pipe2(os.O_CLOEXEC)
     child = os.fork()
@@ -204,8 +204,8 @@ class _ChildSearch:
             self._check_hidden(listed=listed)
             if listed:
                 # The list of namespaces is complete without the descriptors. Any user can prolong
-                # the search of descriptors, so a timeout there must not cause a generation to be
-                # kept.
+                # the search through descriptors, so a timeout there must not cause a generation to
+                # be kept.
                 self._report()
         except _LateError:
             self._fault(f"the search reached its time or mount limit at {self.last}")
@@ -329,7 +329,7 @@ class _ChildSearch:
     def _enter_at(self, path: str, inode: int, what: str, *, at: int | None = None) -> None:
         """Read the namespace `inode` through the link at `path`, relative to /proc or to `at`.
 
-        If the link now leads to another namespace, nothing is read: the next round examines the
+        If the link now points to another namespace, nothing is read: the next round examines the
         process again.
         """
         try:
@@ -418,7 +418,7 @@ class _ChildSearch:
         except GONE:
             return
         except OSError as e:
-            # The kernel returns EINVAL for a process that has ended and has not been waited for.
+            # The kernel returns EINVAL for a process that has ended but has not been waited for.
             if self._state(pid) != "Z":
                 self._fault(f"root of {self._describe_process(pid)}: {e.strerror}")
             return
@@ -574,7 +574,7 @@ def _inode(text: str) -> int | None:
 
 
 def _open_pinned(point: str, identity: tuple[int, int]) -> int:
-    """Return a descriptor of the namespace mounted at `point`; raise OSError if it is not there.
+    """Return a descriptor for the namespace mounted at `point`; raise OSError if it is not there.
 
     The path may be in a hostile container, so the file is identified before it is opened.
     """

@@ -1,6 +1,6 @@
 """Queries NVML through a library at a given path; the only module that imports pynvml.
 
-The results are types of this module; no other module uses NVML's names. Every failure is an
+The results' types are defined here; no other module uses NVML's names. Every failure is an
 NvmlError. A value that a GPU or a driver does not report (the memory of a unified-memory GPU, or of
 a process behind MPS) is None.
 """
@@ -48,7 +48,7 @@ class Ancestor(IntEnum):
     PIX = 10  # one PCIe switch
     PXB = 20  # several PCIe switches, but no host bridge
     PHB = 30  # a host bridge
-    NODE = 40  # several host bridges of one NUMA node
+    NODE = 40  # several host bridges in one NUMA node
     SYS = 50  # the interconnect between NUMA nodes
 
 
@@ -71,7 +71,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The memory of one GPU that one process of this host uses, in bytes.
+    """The memory on one GPU that one process on this host uses, in bytes.
 
     `computes` is false for a process that NVML lists with only a graphics context.
     """
@@ -83,7 +83,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """A utilisation sample of a process of this host, in percent of a GPU's time.
+    """A utilisation sample for a process on this host, in percent of a GPU's time.
 
     `time_us` is microseconds since 1970.
     """
@@ -94,7 +94,7 @@ class ProcessUse:
 
 
 class DeviceUse(NamedTuple):
-    """One sample of a GPU: how much of the time since the previous one a kernel ran, in percent.
+    """One sample: how much of the time since the GPU's previous sample a kernel ran, in percent.
 
     `time_us` is microseconds since 1970.
     """
@@ -107,7 +107,7 @@ class Nvml:
     """NVML from the library at `path`; a context manager that opens and closes it.
 
     The library is loaded by that path, never by a search: on a node with Tidegate the name
-    libnvidia-ml.so.1 may lead to the control library. pynvml keeps one library for the whole
+    libnvidia-ml.so.1 may resolve to the control library. pynvml keeps one library for the whole
     process, so several instances may have the same path open, while opening a second path raises
     NvmlError until they are closed.
     """
@@ -190,8 +190,8 @@ class Nvml:
                 ends[a].count(address)
                 for a, address in ((one, addresses[other]), (other, addresses[one]))
             )
-            # Through NVSwitches a GPU reaches every other GPU. The number of links of a pair is the
-            # smaller of the two GPUs' numbers.
+            # Through NVSwitches a GPU reaches every other GPU. The number of links for a pair is
+            # the smaller of the two GPUs' numbers.
             switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
             level = self._try_call(
                 "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]
@@ -342,14 +342,14 @@ class Nvml:
         # Looking up a UUID may fail because another GPU has fallen off the bus.
         if uuid in self._handles:
             return self._handles[uuid]
-        # pynvml versions with decorators for strings accept a str; older ones take only bytes.
+        # pynvml versions with decorators for strings accept a str; older ones accept only bytes.
         return _call(f"GPU {uuid}", lambda: self._nvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def _select(pynvml: Any, path: str) -> None:
     """Make pynvml use the library at `path` from now on."""
     try:
-        # Never unloaded: unloading would free memory that the library's threads still use.
+        # Never unloaded: unloading would free memory that the library's threads are still using.
         library = _kept.setdefault(path, ctypes.CDLL(path))
     except OSError as e:
         raise NvmlError(
@@ -411,7 +411,9 @@ def _remedy(nvml: Any, error: Any) -> str:
         nvml.NVML_ERROR_NO_PERMISSION: "run as root, or give access to /dev/nvidia*",
         nvml.NVML_ERROR_NOT_FOUND: "tidegate check lists the GPUs of this node",
         nvml.NVML_ERROR_INVALID_ARGUMENT: "tidegate check lists the GPUs of this node",
-        nvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus: see the kernel log, and reboot",
+        nvml.NVML_ERROR_GPU_IS_LOST: (
+            "the GPU has fallen off the bus: see the kernel log, and reboot"
+        ),
         nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is not an NVML library",
     }
     return remedies.get(error.value, "try nvidia-smi on the host, and see the kernel log")

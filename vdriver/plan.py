@@ -33,7 +33,7 @@ UNGOVERNED = ("libcuda", "libnvidia-ml")
 
 @dataclass(frozen=True)
 class Copy:
-    """A file of the generation; `content` is set if it differs from the source's."""
+    """A file in the generation; `content` is set if it differs from the source's."""
 
     path: str
     host: str
@@ -283,7 +283,7 @@ def _sets(
     for capabilities in tables.combinations(offered):
         names64 = _chosen(builder.names[LIB64], capabilities, tables)
         names32 = _chosen(builder.names[LIB32], capabilities, tables)
-        # A capability that adds no library, like display, does not need a separate directory.
+        # A capability that adds no library, such as display, does not need a separate directory.
         same = made.get((names64, names32))
         if same is None:
             below = f"{SETS}/{'+'.join(capabilities)}"
@@ -315,7 +315,7 @@ def _chosen(
 
 
 def _missing(driver: Driver) -> list[str]:
-    """Return a note for each library of the driver that is needed but not installed."""
+    """Return a note for each driver library that is needed but not installed."""
     notes = []
     ending = f".so.{driver.version}"
     for files in ((driver.cuda, driver.nvml, *driver.libraries), driver.libraries32):

@@ -1,6 +1,6 @@
 """Updates the mirror of the host's driver: the implementation of `tidegate refresh`.
 
-It finds the driver, plans a generation, writes it and puts it in force. It returns the changes and
+It finds the driver, plans a generation, writes it and activates it. It returns the changes and
 prints nothing.
 """
 
@@ -32,7 +32,7 @@ class RefreshResult:
     `manifest` is the generation in force afterwards; after a dry run that is the previous one, if
     any, and `changed` is whether a real run would change it. `how` counts the files by how their
     content was obtained, and `aside` is the path to which a damaged generation was moved.
-    `rewritten` names files of the driver that have new content but the same build id, which no
+    `rewritten` names driver files that have new content but the same build id, which no
     package update causes.
     """
 
@@ -63,9 +63,9 @@ def refresh(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> RefreshResult:
-    """Put a mirror of the driver found under `root` in force in `output`.
+    """Make a mirror of the driver found under `root` the active one in `output`.
 
-    `control` is the directory of the two control libraries. With `sockets`, containers get the
+    `control` is the directory with the two control libraries. With `sockets`, containers get the
     directories with the sockets of the driver's services. With `dry_run` nothing is written. With
     `repair` the content of the generation in force is read and checked. With `accept_loss` the
     driver may lack files that its mirror has. Without `hard_links` no hard link to a file on the

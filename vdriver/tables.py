@@ -198,7 +198,7 @@ def _place(place: _Table) -> PlaceRule:
 
 
 class _Table:
-    """A table of the document; a missing key or a value of the wrong type raises DriverError."""
+    """A table in the document; a missing key or a value of the wrong type raises DriverError."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self.name = name  # as written in the file: [wsl], [[place]] number 3

@@ -1,7 +1,7 @@
 """Reads a file system tree below a root, with every symbolic link kept inside the tree.
 
-An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to the
-tree, so a driver in the tree of a container or an image is read in the same way as the host's.
+An absolute link restarts at the root and `..` stops there, as for a process chrooted into the tree,
+so a driver in the tree of a container or an image is read in the same way as the host's.
 The tree must not change during the search: paths are resolved first and opened later by name.
 """
 
@@ -71,7 +71,7 @@ class Tree:
         """Return the sorted names in `directory`; none if it is not a directory.
 
         Names with characters that cannot be printed are left out: no driver has such a name, and a
-        line feed or an escape in a name could forge lines of the output.
+        line feed or an escape in a name could forge lines in the output.
         """
         real = self.resolve(directory)
         try:

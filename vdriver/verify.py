@@ -1,8 +1,8 @@
 """Verifies a generation: compares it with its manifest and loads its libraries as in a container.
 
 It checks whether the content matches the manifest, and whether every library loads from the mirror
-alone, without a library of another driver on this host; it repairs nothing. Nothing is loaded from
-a generation with wrong content, because loading runs a library's constructors.
+alone, without a library from another driver on this host; it repairs nothing. Nothing is loaded
+from a generation with wrong content, because loading runs a library's constructors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vdriver.plan import LIB32, LIB64, ORIGIN
 from vdriver.tables import read_tables
 
 LOADER32 = Path("/lib/ld-linux.so.2")
-LOAD_TIMEOUT = 60.0  # seconds for one library; the largest of 550.163.01 takes 0.2
+LOAD_TIMEOUT = 60.0  # seconds for one library; the largest in 550.163.01 takes 0.2
 WORKERS = 4
 
 # Capability of the X server's modules: their undefined symbols are defined in the program that
@@ -69,7 +69,7 @@ Progress = Callable[[int, int], None]
 class Loaded:
     """The result for one library.
 
-    `detail` is the reason for any outcome but `loaded`. `not loaded` is not a fault of the mirror:
+    `detail` is the reason for any outcome but `loaded`. `not loaded` is not a fault in the mirror:
     this host lacks something that an image may have. `mapped` lists the generation's files that
     were mapped.
     """
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults of the content first, then the libraries that failed."""
+        """The faults in the content first, then the libraries that failed."""
         failed = (Fault(x.path, x.detail) for x in self.libraries if x.outcome == "failed")
         return (*self.content, *failed)
 
@@ -113,8 +113,8 @@ class Report:
 def find_generation(driver_dir: str | Path, name: str | None = None) -> Path:
     """Return the directory of a generation, by default of the one in force.
 
-    `name` is a name in `driver_dir`, or a path if it has a slash. Raise MirrorError if it does not
-    exist.
+    `name` is a name in `driver_dir`, or a path if it has a slash. Raise MirrorError if the
+    generation does not exist.
     """
     if name is None:
         current = Path(driver_dir, CURRENT)
@@ -176,9 +176,9 @@ def _held(path: Path) -> Iterator[None]:
 def load_libraries(
     generation: Path, manifest: Manifest, progress: Progress | None = None
 ) -> tuple[Loaded, ...]:
-    """Load every library of lib64, each in a separate process, and return the results.
+    """Load every library in lib64, each in a separate process, and return the results.
 
-    For a library of lib32, only list what the 32-bit loader finds for it, without running its code.
+    For a library in lib32, only list what the 32-bit loader finds for it, without running its code.
     The results are sorted by path, lib64 first. Raise MirrorError if the loader does not accept the
     generation's path.
     """

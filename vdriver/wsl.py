@@ -84,7 +84,7 @@ def _store(tree: Tree, tables: Tables) -> tuple[str, str]:
 
 
 def windows_version(text: bytes) -> str | None:
-    """Return the NVIDIA version that an INF file states as its DriverVer, None if it has none."""
+    """Return the NVIDIA version that an INF file states as its DriverVer; None if it has none."""
     encoding = "utf-16" if text[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     match = DRIVER_VERSION.search(text.decode(encoding, "replace"))
     digits = "".join(match[1].split(".")[-2:]) if match else ""

@@ -55,7 +55,7 @@ class SimulatedPart:
 
 
 class SimulatedGang:
-    """The simulated GPUs of this process, with the same methods as TorchGang of gang_torch.py."""
+    """The simulated GPUs of this process, with the same methods as TorchGang in gang_torch.py."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
         path = out / "words"

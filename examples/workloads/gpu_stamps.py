@@ -1,6 +1,6 @@
 """Records when each unit of work in a CUDA stream ends, by the GPU's own clock.
 
-A stamp is a kernel of one thread that stores %globaltimer straight into pinned host memory. It runs
+A stamp is a one-thread kernel that stores %globaltimer straight into pinned host memory. It runs
 in order with the work around it, costs the GPU a few microseconds and needs no synchronisation; a
 host thread collects finished stamps and writes them as records of two little-endian u64, the time
 and the unit's position in the step.

@@ -1,7 +1,7 @@
 """The models that the workloads in this directory run, cut into parts of at most 2 ms on an H200.
 
 Each has `data` to train on and `loss`, which hands every part's output to `mark`. The sizes stay
-within a container of 3 GiB and keep the GPU busy (an H100 99.9 % of the time for ResNet18, 98.8 %
+within a container with 3 GiB and keep the GPU busy (an H100 99.9 % of the time for ResNet18, 98.8 %
 for the Transformer), except for the GRU: its chunks are as short as the stamps need, and an H100 is
 idle a quarter of the time (`torch_workload.py --selftest`).
 """
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
 
 
 class Gru(nn.Module):
-    """A GRU of 2048 cells over sequences of 48, cut into chunks that pass their state on.
+    """A GRU with 2048 cells over sequences of 48, cut into chunks that pass their state on.
 
     cuDNN runs a chunk in one call, so stamps cannot be finer than a chunk. `--compile` affects the
     head alone: Dynamo leaves recurrent layers to cuDNN.

@@ -94,7 +94,7 @@ function renderMemory({one, had}, span, live) {
 function renderRow(row, span, now, most) {
   const {one} = row;
   // `live` is the container's present state, which is not shown for past moments. An ended container has none: its key
-  // may belong to a successor now.
+  // may now belong to a successor.
   const live = one.ended || span.moment ? undefined : now.get(one.key);
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [
@@ -145,7 +145,7 @@ function renderGpu(gpu, span, now) {
   const when = span.moment
     ? `in the ${about.step_s} s before ${clock(timeOf(span.last))}`
     : `in the last ${lasted((span.last - span.first + 1) * about.step_s)}`;
-  // Only the present values include grants that no container uses yet; the history does not have these.
+  // Only the present values include grants that no container is using yet; the history does not have them.
   const guaranteed = span.moment ? sum(here.map((row) => row.had.guarantee)) : 100 - gpu.compute_left;
   const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory_granted;
   const parked = sum(here.map((row) => row.had.parked));
@@ -160,7 +160,7 @@ function renderGpu(gpu, span, now) {
   parts.chart.replaceChildren(timePlot("All containers: GPU time, last 15 minutes", all, 100, span));
   parts.memoryChart.replaceChildren(
     memoryPlot("All containers: memory on the GPU, last 15 minutes", all, gpu.memory, span, ON_GPU));
-  parts.caption.textContent = `Containers of GPU ${gpu.index}`;
+  parts.caption.textContent = `Containers on GPU ${gpu.index}`;
   parts.table.hidden = !rows.length;
   if (!rows.length) parts.words.append(". No container ran in this period.");
   const absent = all.length - rows.length;

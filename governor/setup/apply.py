@@ -137,7 +137,7 @@ def undo(root: Root, engine: str, changes: list[Edit]) -> None:
             if root.remove_directory(directory):
                 del journal.directories[directory]
             elif journal.engines:
-                # The directory has files of another engine, and is removed with the last of these.
+                # The directory has files of another engine, and is removed with the last of them.
                 journal.directories[directory] = next(iter(journal.engines))
         if journal.engines:
             journals.write(root, journal)

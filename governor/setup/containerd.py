@@ -61,7 +61,7 @@ class ContainerdNode:
     text: str | None  # None if there is no file
     version: int
     merges: bool  # whether tables of imported files are merged
-    files: dict[str, dict[str, Any]]  # content of each file, the main one first
+    files: dict[str, dict[str, Any]]  # content of each file, main file first
     dump: dict[str, Any]  # the configuration in force according to `config dump`, if known
     release: tuple[int, int] | None  # containerd's own version, if it is known
 
@@ -236,7 +236,7 @@ def _imports(node: ContainerdNode, path: str) -> bool:
 def _existing(
     root: Root, node: ContainerdNode, drop_in: str, program: str, spec: str | None
 ) -> str | None:
-    """Return the file that has the handler; raise SetupError if it differs from the requested one.
+    """Return the handler's file; raise SetupError if the handler differs from the requested one.
 
     A drop-in that is not imported counts as well: only its import is missing.
     """
@@ -386,7 +386,7 @@ def _with_handler(root: Root, node: ContainerdNode, handler: str) -> Change:
         text = tomltext.append(text, block)
     except ValueError as e:
         raise SetupError(
-            f"{root.shown(node.path)} cannot take another table at its end: {e}",
+            f"no other table can be appended to {root.shown(node.path)}: {e}",
             hint=f"write plugins.{node.plugin}.containerd.runtimes as tables with headers",
         ) from e
     return Change(node.path, text, tuple(parts))

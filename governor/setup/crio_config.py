@@ -1,4 +1,4 @@
-"""Interpret CRI-O's configuration files by the rules of CRI-O 1.24 to 1.36.
+"""Interpret CRI-O's configuration files according to the rules of CRI-O 1.24 to 1.36.
 
 `crio config` merges the files, but does not check programs. The daemon checks them when it starts,
 and exits if the monitor of any handler is missing. The rules are those of UpdateFromPath, Validate,
@@ -16,7 +16,7 @@ DROP_INS = "/etc/crio/crio.conf.d"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
 # CRI-O has a handler of this name even without files: crun since 1.31, runc before.
 BUILT_IN = ("crun", "runc")
-# Values of runtime_type with conmon as the monitor; the others have their own monitor.
+# Values of runtime_type for which conmon is the monitor; the others have their own monitor.
 BY_CONMON = ("", "oci")
 # Stages that are accepted in a hook's file; with any other stage CRI-O does not start.
 STAGES = frozenset(
@@ -55,7 +55,7 @@ class Configuration:
         self.named_by |= dict.fromkeys(named, path)
 
     def text(self, key: str, handler: str | None = None) -> str:
-        """Return a string of a handler, or of [crio.runtime]; "" if it has none."""
+        """Return a string from a handler, or from [crio.runtime]; "" if it has none."""
         table = self.runtime if handler is None else self.handlers.get(handler, {})
         value = table.get(key)
         return value if isinstance(value, str) else ""

@@ -69,7 +69,7 @@ class Root:
         real = Tree(self.root).resolve(here)
         if real is None:
             raise SetupError(
-                f"{self.shown(path)} is a symbolic link that does not lead to a file under"
+                f"{self.shown(path)} is a symbolic link that does not point to a file under"
                 f" {self.root}",
                 hint="repair or remove the link",
             )
@@ -150,7 +150,7 @@ class Root:
         return None
 
     def missing(self, path: str) -> list[str]:
-        """Return which of a directory and its parents do not exist, the topmost first."""
+        """Return which of a directory and its parents do not exist, topmost first."""
         found: list[str] = []
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
@@ -163,7 +163,7 @@ class Root:
         return found
 
     def make_directory(self, path: str, mode: int = 0o755) -> None:
-        """Create a directory and its parents; `mode` is that of the last one."""
+        """Create a directory and its parents; `mode` is that of the directory itself."""
         for here in self.missing(path):
             host = self._host(self.find(here) or here)
             with explained(self.shown(here)):
@@ -288,7 +288,7 @@ def explain(e: OSError, path: str) -> SetupError:
     """Return an error for a file that cannot be read or written, with a hint."""
     if e.errno in (errno.EACCES, errno.EPERM):
         hint = (
-            "run the command as root; if it already runs as root, check whether the file is"
+            "run the command as root; if it is already running as root, check whether the file is"
             " immutable (lsattr)"
         )
     elif e.errno == errno.EROFS:

@@ -56,7 +56,7 @@ class Validation:
     """A command of the engine that checks its configuration.
 
     `validate` runs it before anything is written, in a view in which the plan's changes appear to
-    have been made. If it fails, setup changes nothing and prints its last line.
+    have been made. If it fails, setup changes nothing and prints the last line of its output.
     """
 
     command: tuple[str, ...]

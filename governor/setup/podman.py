@@ -1,6 +1,6 @@
-"""Set up Podman: install the files of packaging/hooks.d, hooks in the format of oci-hooks(5).
+"""Set up Podman: install the files in packaging/hooks.d, hooks in the format of oci-hooks(5).
 
-The hooks are in a separate directory. A drop-in of containers.conf adds it to the directories that
+The hooks are in a separate directory. A drop-in for containers.conf adds it to the directories that
 Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
 which only Podman supports. Buildah, which Podman also uses for `podman build`, reads the two
 directories of oci-hooks(5) regardless of hooks_dir (setupOCIHooks in run_linux.go, 1.28 to 1.45),
@@ -165,8 +165,8 @@ def _drop_in(
             return None, now
         names = list(base.directories)
         if asked is not None:
-            # Podman may also read a file that setup does not know, and that adds to the drop-in's
-            # list or replaces it.
+            # Podman may also read a file that setup does not know of, and that adds to the
+            # drop-in's list or replaces it.
             names = [d for d in names if d in asked]
             names += [d for d in asked if d not in {*now, *left, directory}]
         names = list(dict.fromkeys([*names, directory]))
@@ -254,7 +254,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
 def _look_at_processes(
     root: Root, result: SetupPlan, drop_in: Change | None, directory: str
 ) -> None:
-    """Report processes that still use the hook directories with which they started."""
+    """Report processes that are still using the hook directories with which they started."""
     file = root.read(DROP_IN)
     changes = drop_in is not None and (file is None or file.text() != drop_in.text)
     found = [
@@ -297,7 +297,7 @@ def _lacking(said: str, wanted: Iterable[str]) -> str | None:
     if not lacking:
         return None
     return (
-        f"Podman would read hooks from {', '.join(found or ())} and not from {', '.join(lacking)},"
+        f"Podman would read hooks from {', '.join(found or ())} but not from {', '.join(lacking)},"
         " because another containers.conf takes precedence"
     )
 

@@ -1,9 +1,9 @@
-"""Find Podman's processes that still use the hook directories with which they started.
+"""Find Podman's processes that are still using the hook directories with which they started.
 
-`podman system service` reads containers.conf only when it starts. The command by which Podman
+`podman system service` reads containers.conf only when it starts. The command with which Podman
 restarts a container is among the arguments of the container's monitor, conmon; since Podman 5.8,
 the directories are options of that command. In both cases, the files in those directories are read
-at each start of a container.
+each time a container starts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A part of a file is a dictionary with one of these keys:
 - `member`: the path of a JSON member; with `only`, it is removed only if it has that value, and
   with `former` it is set back to that value
 - `tables`: the path of TOML tables, which are removed with their subtables and the comment lines
-  `comments`; with `spare`, they stay while there are other tables next to them
+  `comments`; with `spare`, they stay while there are other tables alongside them
 - `key`: a TOML key in a table that has a header, and `comments` as above
 - `element`: the key of a TOML array, and a string in it
 - `lines`: whole lines of a file of any format

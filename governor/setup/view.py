@@ -35,7 +35,7 @@ class ViewError(Exception):
 def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.CompletedProcess[str]:
     """Run a program that sees these files with this content; None means no file.
 
-    Paths are absolute and have no symbolic links. Raise ViewError if the view cannot be created,
+    Paths are absolute and contain no symbolic links. Raise ViewError if the view cannot be created,
     and OSError and TimeoutExpired as subprocess.run does.
     """
     reading, writing = os.pipe()
@@ -88,7 +88,7 @@ def _enter(files: Mapping[str, bytes | None]) -> None:
 
 
 def _cover(directory: str, without: set[str]) -> None:
-    """Cover a directory with a tmpfs that has all its entries except these files."""
+    """Cover a directory with a tmpfs that contains all its entries except these files."""
     below = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     mode = stat.S_IMODE(os.fstat(below).st_mode)
     _mount("tmpfs", directory, 0, "tmpfs", f"mode={mode:o}")

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WORD",
-        help="an argument of the hook; may be repeated",
+        help="an argument for the hook; may be repeated",
     )
     generate.add_argument(
         "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"

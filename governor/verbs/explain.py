@@ -273,9 +273,9 @@ def _prepared(
     yield f"  /{image.target} is where its loader looks first"
     yield f"  {'has an' if image.cache is not None else 'has no'} ld.so.cache"
     if image.target32 is not None:
-        yield f"  /{image.target32} is where 32-bit libraries go; ld.so.cache leads there"
+        yield f"  /{image.target32} is where 32-bit libraries go; ld.so.cache points there"
     elif share.compat32 == "offered":  # if they were requested, an error was raised
-        yield f"  takes no 32-bit libraries: {image.reason32}"
+        yield f"  accepts no 32-bit libraries: {image.reason32}"
     plan = plan_container(manifest, share, grant, image)
     yield from _section("places", [line for p in plan.places for line in _place(p)])
     yield from _section("directories of this host", map(_bind, share.binds))

@@ -1,4 +1,4 @@
-"""`tidegate install`: print the commands that complete an installation by pip."""
+"""`tidegate install`: print the commands that complete an installation with pip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-SUMMARY = "Print the commands that complete an installation by pip, and run none of them"
+SUMMARY = "Print the commands that complete an installation with pip, and run none of them"
 
 # Directories that are hidden in the units' sandboxes (ProtectHome=, PrivateTmp=).
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused
@@ -80,7 +80,7 @@ def script(code: Path, commands: Path) -> Iterator[str]:
     yield "systemctl enable --now tidegate-governor.service tidegate-forkserver.service"
     yield ""
     yield "# For each engine that will use it: tidegate setup docker, podman, containerd or crio."
-    yield "# After an upgrade by pip: systemctl start tidegate-refresh, then systemctl restart"
+    yield "# After an upgrade with pip: systemctl start tidegate-refresh, then systemctl restart"
     yield "# tidegate-governor. Running containers keep the control library that they have."
     yield "tidegate doctor"
 

@@ -1,4 +1,4 @@
-"""`tidegate refresh`: mirror the host's driver and put the mirror in force."""
+"""`tidegate refresh`: mirror the host's driver and activate the mirror."""
 
 from __future__ import annotations
 

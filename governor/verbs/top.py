@@ -23,8 +23,8 @@ from governor.listing import Listing, columns, percent, safe, table, trouble_lin
 SUMMARY = "Show GPUs and containers live"
 EPILOG = """\
 On a terminal the screen is redrawn: q quits, the space bar redraws at once. Output to a pipe or a
-file is plain lines. The columns are those of tidegate ps. If the governor stops, the command
-reports it and waits until it runs again.
+file consists of plain lines. The columns are those of tidegate ps. If the governor stops, the
+command reports that and waits until the governor is running again.
 
 """
 BARS = ((120, 20), (95, 10), (0, 5))

@@ -1,4 +1,4 @@
-"""The type of a row of the API table: a function of the driver API and its method.
+"""The type of a row in the API table: a function of the driver API and its method.
 
 - `gate`     starts work on the GPU, and may do so only while the container has the grant. `key` is
              an expression that identifies the work and the duration that is learned for it,
@@ -15,7 +15,7 @@
 - `refund`   gives device memory back: `pointer` names the block, and `kind` is its kind. `instead`
              (optional) is a condition: if it is true, the call has been made, with `result`.
              `{stream}` in it stands for the stream.
-- `use`      uses device memory, or has the driver check that memory is present, and neither starts
+- `use`      uses device memory, or has the driver check that memory is present, but neither starts
              work nor takes memory: it waits while the container's memory is parked.
 - `custom`   is written by hand in C.
 

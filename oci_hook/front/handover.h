@@ -41,8 +41,8 @@ int handover_connect(const char *runtime_dir);
 int handover_run(int server, const char *role, char *const arguments[], double seconds);
 
 /*
- * Executes the Python script `name` of this installation with `first`, if it is not NULL, and these
- * arguments. Returns only if that fails, with errno set.
+ * Executes the Python script `name` in this installation with `first`, if it is not NULL, and these
+ * arguments. Returns only if that fails.
  */
 void handover_execute(const char *name, const char *first, char *const arguments[],
                       char *const environment[]);

@@ -182,6 +182,6 @@ int main(int argc, char *argv[])
         }
     }
     handover_execute("tidegate-hook", NULL, arguments, no_environment);
-    handover_fail(STATUS_OS_ERROR, "tidegate: oci_hook/tidegate-hook of this installation cannot "
+    handover_fail(STATUS_OS_ERROR, "tidegate: oci_hook/tidegate-hook in this installation cannot "
                                    "be executed; install Tidegate and python3 again\n");
 }

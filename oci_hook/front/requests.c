@@ -67,7 +67,7 @@ static int hex_digit(char c)
     return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
-/* Whether `at` is an escape, \u00 and two digits, for a character of the prefix. */
+/* Whether `at` is an escape, \u00 and two digits, for a character in the prefix. */
 static bool escapes_prefix(const char *at, const char *end)
 {
     int high, low;

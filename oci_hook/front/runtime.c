@@ -2,8 +2,8 @@
  * tidegate-runtime: the wrapper that engines execute in place of runc or crun. It usually ends by
  * executing the real runtime.
  *
- * Every command of an engine runs through this program. A command that neither creates nor deletes
- * a container, or creates one that requests nothing, goes to the runtime at once. For other
+ * Every command from an engine passes through this program. A command that neither creates nor
+ * deletes a container, or creates one that requests nothing, goes to the runtime at once. For other
  * containers config.json is edited first, by the fork server or by the Python script of the same
  * name.
  *
@@ -302,6 +302,6 @@ int main(int argc, char *argv[])
 script:
     handover_execute("tidegate-runtime", NULL, arguments, environ);
     handover_fail(STATUS_OS_ERROR,
-                  "tidegate-runtime: oci_hook/tidegate-runtime of this installation "
+                  "tidegate-runtime: oci_hook/tidegate-runtime in this installation "
                   "cannot be executed; install Tidegate and python3 again\n");
 }

@@ -16,7 +16,7 @@ struct settings {
 /*
  * Reads the settings; a missing file means the defaults. `root` is the directory that --root names,
  * by which `runtime-for` chooses the runtime: "" if none, NULL if the command line has an unknown
- * form. Returns false if a line of the file is not in the expected form, or if no runtime is found;
+ * form. Returns false if a line in the file is not in the expected form, or if no runtime is found;
  * the wrapper runtime's Python script then handles the call, or reports the error.
  */
 bool settings_read(const char *path, const char *root, struct settings *settings);

@@ -1,4 +1,4 @@
-# Functions for the packages' removal scripts: refuse a removal while containers run, and undo `tidegate setup`.
+# Functions for the packages' removal scripts: refuse a removal while containers are running, and undo `tidegate setup`.
 
 # An engine ends a container with the program that started it: without that program, no container could be ended.
 refuse_in_use() {

@@ -3,7 +3,7 @@
 in_use() {
     # Resolved, because an administrator may have made it a link to a directory on another disk.
     below="$(readlink -e -- "$1")" && [ -d "$below" ] || return 1
-    # Its device and its path in that file system, in the form of mountinfo.
+    # Its device and its path in that file system, in the form that mountinfo uses.
     device="$(findmnt -f -n -o MAJ:MIN -T "$below" | tr -d ' ')"
     root="$(findmnt -f -n -o FSROOT -T "$below")"
     target="$(findmnt -f -n -o TARGET -T "$below")"

@@ -1,6 +1,6 @@
 # Removes the mirror, the governor's state and the runtime directory. A mirror can be recreated, and the governor's
-# database is useless without it. If the removal was forced, directories that are in use stay. An error of rm, such as
-# for the mount point of a disk, is only reported: a package whose script fails here could be neither removed nor
+# database is useless without it. If the removal was forced, directories that are in use stay. An error from rm, such as
+# one for the mount point of a disk, is only reported: a package whose script fails here could be neither removed nor
 # installed.
 remove_state() {
     # Only bytecode is left of the package's code, some of it from programs that ran during the removal.

@@ -374,7 +374,7 @@ def test_two_servers_cannot_serve_one_directory(front: HookNode) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 75
     assert done.stderr == (
-        f"tidegate-forkserver: another server serves {front.base}/run; stop it first,"
+        f"tidegate-forkserver: another server is already serving {front.base}/run; stop it first,"
         " or use --wait to take over when it has exited\n"
     )
 

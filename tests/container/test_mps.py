@@ -216,11 +216,11 @@ def test_auto_uses_the_strategy_of_any_gpu_with_room(node: BenchNode) -> None:
     [
         (
             {"strategy": "timeslice", "devices": "1"},
-            "GPU 1 is shared by mps, but annotation tidegate.gpu/strategy is timeslice; this node shares GPU 0 by timeslice",
+            "GPU 1 uses strategy mps, but annotation tidegate.gpu/strategy is timeslice; this node uses timeslice on GPU 0",
         ),
         (
             {"strategy": "mps", "devices": "0"},
-            "GPU 0 is shared by timeslice, but annotation tidegate.gpu/strategy is mps; this node shares GPU 1 by mps",
+            "GPU 0 uses strategy timeslice, but annotation tidegate.gpu/strategy is mps; this node uses mps on GPU 1",
         ),
         (
             {"strategy": "mps", "count": "2"},

@@ -114,7 +114,7 @@ def test_a_program_that_hangs_is_ended_in_both_runs_and_the_next_one_runs(
     status, ran = run(build_dir, tmp_path / "out", "hangs", "threads")
     assert status == 1
     assert ran["hangs"]["differences"][:2] == [
-        "the native run did not end within its time",
-        "the governed run did not end within its time",
+        "the native run did not end within its time limit",
+        "the governed run did not end within its time limit",
     ]
     assert ran["threads"]["differences"] == []

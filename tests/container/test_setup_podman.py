@@ -286,7 +286,7 @@ def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
         version = int(site.host.check("podman", "--version").split()[2].partition(".")[0])
         if version == 5:
             assert site.refused().endswith(
-                "with the new files, Podman would read hooks from /x and not from "
+                "with the new files, Podman would read hooks from /x but not from "
                 f"{OWN}, because another containers.conf takes precedence; nothing was changed; correct that first\n"
             )
             assert not site.host.path(OWN).exists()

@@ -185,7 +185,7 @@ def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
     first, log = stand.process, len(stand.text())
     second = stand.start()
     assert second.wait(60) == 73
-    assert "tidegate-dra: another driver uses" in stand.text()[log:]
+    assert "tidegate-dra: another driver is already using" in stand.text()[log:]
     stand.process = first
     assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
 

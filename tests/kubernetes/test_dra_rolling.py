@@ -171,7 +171,7 @@ def test_fixed_socket_names_and_named_instances_exclude_each_other(two: TwoDrive
     log, first = len(stand.text()), stand.process
     second = stand.start()
     assert second.wait(60) == 73
-    assert "another driver uses" in stand.text()[log:]
+    assert "another driver is already using" in stand.text()[log:]
     stand.process = first
     stand.kill()
     stand.start()
@@ -349,7 +349,7 @@ def test_the_lock_of_the_device_plugin_excludes_instances(places: tuple[Path, Pa
     places[0].mkdir()
     fd = os.open(places[0], os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(SocketError, match="or the device plugin, uses"):
+    with pytest.raises(SocketError, match="or the device plugin, is already using"):
         Instance(*places, "a").start()
     os.close(fd)
     instance = Instance(*places, "a")

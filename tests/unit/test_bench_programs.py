@@ -57,7 +57,7 @@ def test_values_may_differ_by_their_tolerance():
             {"losses": [2.0, 1.0, 0.5], "words": ["a", "c"]},
             'value “words” is ["a", "b"] in the native run',
         ),
-        ({"losses": [2.0, 1.0, 0.5]}, "value “words” is missing in one run"),
+        ({"losses": [2.0, 1.0, 0.5]}, "value “words” is missing from one run"),
     ],
 )
 def test_values_beyond_the_tolerance_are_a_difference(values, says):
@@ -71,8 +71,8 @@ def test_values_beyond_the_tolerance_are_a_difference(values, says):
         ({"a": True}, {"a": False}, "check “a” fails in the governed run"),
         ({"a": False}, {"a": True}, "check “a” fails in the native run"),
         ({"a": False}, {"a": False}, "check “a” fails in both runs"),
-        ({"a": True, "b": True}, {"a": True}, "check “b” is missing in the governed run"),
-        ({"a": True}, {"a": True, "b": True}, "check “b” is missing in the native run"),
+        ({"a": True, "b": True}, {"a": True}, "check “b” is missing from the governed run"),
+        ({"a": True}, {"a": True, "b": True}, "check “b” is missing from the native run"),
     ],
 )
 def test_a_check_has_to_hold_in_both_runs(native, governed, says):
@@ -83,7 +83,7 @@ def test_a_check_has_to_hold_in_both_runs(native, governed, says):
     ("native", "governed", "says"),
     [
         (arm(), arm(status=139), "the governed run ended with status 139"),
-        (arm(), arm(status=None), "the governed run did not end within its time"),
+        (arm(), arm(status=None), "the governed run did not end within its time limit"),
         (arm(status=1), arm(), "the native run ended with status 1"),
         (arm(), ProgramRun(0, 1.0, {}, []), "the governed run gave no answer"),
     ],

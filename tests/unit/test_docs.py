@@ -173,7 +173,7 @@ def test_a_page_is_carried_into_the_site_with_its_links():
     ]
     assert "[not](this.md)" in page
     assert wanted == {"LICENSE"}
-    with pytest.raises(ValueError, match=r"docs/howto/doctor\.md:1: gone\.md leads to no file"):
+    with pytest.raises(ValueError, match=r"docs/howto/doctor\.md:1: gone\.md points to no file"):
         site.carried("docs/howto/doctor.md", "[x](gone.md)", known)
 
 

@@ -263,11 +263,11 @@ def test_a_container_is_placed_by_its_strategy(
 @pytest.mark.parametrize(
     ("annotations", "line"),
     [
-        ({"strategy": "mps", "devices": "0"}, "GPU 0 is shared by timeslice, but annotation"),
-        ({"strategy": "timeslice", "devices": "1"}, "GPU 1 is shared by mps, but annotation"),
+        ({"strategy": "mps", "devices": "0"}, "GPU 0 uses strategy timeslice, but annotation"),
+        ({"strategy": "timeslice", "devices": "1"}, "GPU 1 uses strategy mps, but annotation"),
         (
             {"devices": "0,1"},
-            "GPU 1 is shared by mps, but a container can have only one GPU under that strategy",
+            "GPU 1 uses strategy mps, but a container can have only one GPU under that strategy",
         ),
         (
             {"strategy": "mps", "count": 2},
@@ -333,7 +333,7 @@ def test_gpus_that_are_not_named_have_the_first_strategy() -> None:
     assert [gpu["strategy"] for gpu in allocations.describe()["gpus"]] == ["mps", "mps"]
     with pytest.raises(RefusedError, match="this node offers mps"):
         allocations.admit("a", ask(memory="2Gi", strategy="timeslice"))
-    with pytest.raises(RefusedError, match="no GPU that answers is shared by timeslice"):
+    with pytest.raises(RefusedError, match="no GPU that answers uses strategy timeslice"):
         allocations.admit("a", ask(memory="2Gi", count=2))
 
 

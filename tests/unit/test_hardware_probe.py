@@ -405,7 +405,7 @@ def test_a_result_that_cannot_be_kept_counts_until_the_governor_ends(node: Openi
         ("hardware", "timeslice", "opens"),
         ("gate", "timeslice", "grants: "),
         ("auto", "mps", "grants: "),
-        ("hardware", "mps", "grants: it is shared by mps"),
+        ("hardware", "mps", "grants: it uses strategy mps"),
     ],
 )
 def test_only_gpus_shared_by_time_slices_are_steered(

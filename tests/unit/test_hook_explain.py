@@ -165,7 +165,7 @@ def test_all_capabilities_are_explained(node: Path, capsys: pytest.CaptureFixtur
         f"  {TARGET} is where its loader looks first",
         "  has no ld.so.cache",
         (
-            "  takes no 32-bit libraries: the image has no 32-bit glibc (no libc.so.6 for i386 in"
+            "  accepts no 32-bit libraries: the image has no 32-bit glibc (no libc.so.6 for i386 in"
             " /usr/lib/i386-linux-gnu, /lib/i386-linux-gnu, /usr/lib32, /lib32, /usr/lib, /lib)"
         ),
         "places",

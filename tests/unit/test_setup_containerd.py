@@ -284,7 +284,7 @@ def test_containerd_2_without_a_file_continues_to_read_its_directory(root, capsy
         (b"version = 3 # \xe9\n", "is not UTF-8"),
         (
             f"version = 2\nplugins = {{'{V2}' = {{containerd = {{}}}}}}\n",
-            "cannot take another table at its end",
+            "no other table can be appended to ",
         ),
         (
             f"version = 2\n[plugins.'{V2}'.containerd.runtimes.tidegate.options]\nBinaryName = '/opt/x'\n",

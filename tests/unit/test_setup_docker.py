@@ -282,7 +282,7 @@ def test_a_link_out_of_the_root_leads_nowhere(root, tmp_path_factory, capsys):
         (root / "etc/docker/daemon.json").unlink(missing_ok=True)
         (root / "etc/docker/daemon.json").symlink_to(target)
         assert setup(root, "docker") == 73
-        assert "is a symbolic link that does not lead to a file under" in capsys.readouterr().err
+        assert "is a symbolic link that does not point to a file under" in capsys.readouterr().err
     (root / "etc/docker/daemon.json").unlink()
     (root / "etc/docker").rmdir()
     (root / "etc/docker").symlink_to(outside.parent)

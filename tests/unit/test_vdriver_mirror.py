@@ -391,7 +391,7 @@ def test_a_drivers_own_library_is_not_a_control_library(host):
     for stem in ("libcuda", "libnvidia-ml"):
         shutil.copy(host / f"root/usr/lib64/{stem}.so.{V}", host / f"control/{stem}.so.1")
     with pytest.raises(
-        MirrorError, match=r"libcuda\.so\.1 is not a control library of Tidegate: .*--control-dir"
+        MirrorError, match=r"libcuda\.so\.1 is not a Tidegate control library: .*--control-dir"
     ):
         run(host)
 

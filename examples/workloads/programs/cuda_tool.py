@@ -1,4 +1,4 @@
-"""Common code of the programs that run one of CUDA's tools on steps.cu."""
+"""Common code for the programs that run one of CUDA's tools on steps.cu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = "/usr/local/cuda/bin"
 """Where the tools are if they are not on the PATH."""
 
 WORDS = 4096
-"""Number of words that the kernel of steps.cu increments."""
+"""Number of words that the kernel in steps.cu increments."""
 
 SECONDS = 90.0
 

@@ -1,7 +1,7 @@
-"""Calls to libcuda through ctypes, with errors as exceptions, and the PTX of two kernels.
+"""Calls to libcuda through ctypes, with errors as exceptions, and the PTX for two kernels.
 
 `burn` keeps the GPU busy for a given time, `add_one` increments each word of an array. The
-simulated GPU computes nothing: it knows `burn` by its name, and does not know `add_one`.
+simulated GPU computes nothing: it recognises `burn` by its name, but not `add_one`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from program import ProgramCheck, child_environment, run, wait_until
 
 BLOCK = 256 * MIB
 SLACK = 48 * MIB
-"""Tolerance of a measurement of free memory: other processes' streams and modules change it."""
+"""Tolerance for a measurement of free memory: other processes' streams and modules change it."""
 
 BURNS = 20
 

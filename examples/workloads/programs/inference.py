@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests PyTorch's inference in bfloat16: attention, convolution, half a dozen batch sizes."""
+"""Tests PyTorch inference in bfloat16: attention, convolution, half a dozen batch sizes."""
 
 from __future__ import annotations
 

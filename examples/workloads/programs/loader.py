@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests PyTorch's worker processes with pinned memory, and a tensor shared by CUDA IPC."""
+"""Tests PyTorch's worker processes with pinned memory, and a tensor shared through CUDA IPC."""
 
 from __future__ import annotations
 

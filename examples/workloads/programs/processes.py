@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tests an engine of several processes: a front end, an engine core, and two workers on one GPU.
+"""Tests an engine with several processes: a front end, an engine core, and two workers on one GPU.
 
-Only the workers have contexts. They share a tensor by CUDA IPC, and answer through pipes. A worker
-is killed, and its successor needs the memory that the dead one held.
+Only the workers have contexts. They share a tensor through CUDA IPC, and answer through pipes. A
+worker is killed, and its successor needs the memory that the dead one held.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EngineWorker:
         return sorted(set(self.cuda.words(self.tensor, WORDS)))
 
     def share(self) -> bytes:
-        """Return the handle by which other processes open the tensor."""
+        """Return the handle with which other processes open the tensor."""
         handle = MemoryHandle()
         self.cuda.call("cuIpcGetMemHandle", ctypes.byref(handle), self.tensor)
         return bytes(handle)

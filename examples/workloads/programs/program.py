@@ -1,4 +1,4 @@
-"""Common code of the test programs in this directory: options, named checks and values, JSON.
+"""Common code for the test programs in this directory: options, named checks and values, JSON.
 
 A program runs twice, alone and under a quota. A check has to be true in both runs; a value is
 compared between them, within its tolerance; a note is for the reader.

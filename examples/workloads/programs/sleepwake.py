@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests sleep and wake of a serving engine: memory is unmapped and mapped again.
+"""Tests sleep and wake in a serving engine: memory is unmapped and mapped again.
 
 The addresses stay reserved. When the engine goes to sleep, the contents are copied to pinned host
 memory, and the memory is unmapped and released. When it wakes, new memory is mapped at the same
@@ -22,7 +22,7 @@ WORDS = SIZE // 4
 ROUNDS = 50
 
 SLACK = 8 * MIB
-"""Tolerance of a measurement of free memory: page tables, and what the driver takes for copies."""
+"""Tolerance for a measurement of free memory: page tables, and what the driver takes for copies."""
 
 PINNED, DEVICE, READ_WRITE, MINIMUM = 1, 1, 3, 0
 

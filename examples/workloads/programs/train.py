@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests PyTorch's training: some steps of a small CNN and of a small Transformer."""
+"""Tests PyTorch training: some steps of a small CNN and of a small Transformer."""
 
 from __future__ import annotations
 

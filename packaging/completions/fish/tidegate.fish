@@ -149,7 +149,7 @@ complete -c tidegate -n '_shtab_tidegate_using cdi; and test $_shtab_tidegate_np
 complete -c tidegate -n '_shtab_tidegate_using cdi generate' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write it to this file; engines read /var/run/cdi and /etc/cdi (default: print it)'
 complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l hook -xka "(__fish_complete_path (commandline -ct))" -d 'the hook (/usr/bin/tidegate-hook)'
-complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l hook-argument -x -d 'an argument of the hook; may be repeated'
+complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l hook-argument -x -d 'an argument for the hook; may be repeated'
 complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l dev-dir -xka "(__fish_complete_directories)" -d 'the host'"'"'s device nodes (/dev)'
 complete -c tidegate -n '_shtab_tidegate_using cdi generate' -l driver-dir -xka "(__fish_complete_directories)" -d 'the driver'"'"'s mirror (/var/lib/tidegate/driver)'
 complete -c tidegate -n '_shtab_tidegate_using cdi; and test $_shtab_tidegate_npos -eq 0' -a list -d 'List the names by which the devices are requested from engines.'

@@ -102,11 +102,12 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(announcer._said) == 1
 
 
-def test_an_announcer_whose_queue_is_full_stops() -> None:
+def test_an_announcer_whose_queue_is_full_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest event makes room for the marker at which the thread ends."""
+    monkeypatch.setattr("kube.announce.MAX_QUEUED", 4)
     events = CollectedEvents()
     announcer = Announcer(events, "node-1")
-    for number in range(MAX_QUEUED):
+    for number in range(4):
         announcer.refused(Reference("ns", "c", "u"), None, ClaimError(f"no {number}", hint="x"))
     assert announcer._queue.full()
     announcer.stop()
@@ -115,7 +116,7 @@ def test_an_announcer_whose_queue_is_full_stops() -> None:
     thread.join(20)
     assert not thread.is_alive()
     messages = [event["message"] for event in events.written]
-    assert messages == [f"no {number}; x" for number in range(1, MAX_QUEUED)]
+    assert messages == [f"no {number}; x" for number in range(1, 4)]
 
 
 def test_without_the_right_to_write_events_only_one_request_is_made() -> None:

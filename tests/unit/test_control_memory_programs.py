@@ -269,7 +269,7 @@ def test_the_charge_agrees_with_the_model_and_the_gpu(node, steps) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=examples(150),
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

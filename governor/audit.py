@@ -82,7 +82,7 @@ class _Device:
     looked_ns: int
     told: tuple[int, ...] = ()
     passing_ns: int = 0
-    """Upper bound of the time that copies and fills without a grant have taken so far."""
+    """Upper bound on the time that copies and fills without a grant have taken so far."""
     is_idle: bool = False
 
 
@@ -530,7 +530,7 @@ class Auditor:
         self._forget_record()
 
     def _thaw_left(self, one: Any, mounts: Mapping[str, Path], *, again: bool = False) -> None:
-        """Thaw an entry's group; the entry may be malformed. Keep it if the group stays frozen."""
+        """Thaw a possibly malformed entry's group; keep the entry if the group stays frozen."""
         try:
             container = one.get("container")
             group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)

@@ -37,7 +37,7 @@ class Bookings:
         self.claims: dict[str, Claim] = {}
 
     def restore(self, claim: Claim) -> None:
-        """Add a claim that an earlier governor had booked."""
+        """Add a claim that an earlier governor booked."""
         self.claims[claim.uid] = claim
         for uuid in self._allocations.claims.restore(claim):
             log.error("claim-without-gpu", claim=_claim_name(claim), uid=claim.uid, gpu=uuid)
@@ -59,7 +59,7 @@ class Bookings:
         return shares
 
     def names(self, uses: Sequence[Use]) -> list[str]:
-        """Return the names of claims; for a claim that is not known, its uid."""
+        """Return the names of claims; for an unknown claim, its uid."""
         known = (self.claims.get(uid) or uid for uid, _ in uses)
         return sorted({one if isinstance(one, str) else _claim_name(one) for one in known})
 
@@ -197,7 +197,7 @@ class Bookings:
                 continue
             user = self._user_of(claim.uid)
             if claim.uid not in self.claims:
-                continue  # its last container had ended
+                continue  # its last container has ended
             amount = f"{claim} ({' and '.join(words(quota) for quota in quotas)})"
             container = "" if user is None else f"container {user.identifier[:64]!r}"
             if claim.leaving:

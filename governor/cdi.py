@@ -1,4 +1,4 @@
-"""CDI specifications of the node's GPUs: `tidegate.gpu/shared=0`, `=GPU-...`, `=all`.
+"""CDI specifications for the node's GPUs: `tidegate.gpu/shared=0`, `=GPU-...`, `=all`.
 
 An engine that supports CDI (Podman, Docker, containerd, CRI-O) creates the device nodes and runs
 the hook without further configuration. The container's quota comes from its annotations, or else
@@ -34,7 +34,7 @@ def make_spec(
     dev_dir: str = "/dev",
     simulated: str | None = None,
 ) -> dict[str, Any]:
-    """Return the specification of these GPUs, in CDI format.
+    """Return the specification for these GPUs, in CDI format.
 
     A simulated GPU has no device node; the directory `simulated` is mounted instead. Raise
     DeviceError if the host lacks a node.
@@ -80,7 +80,7 @@ def make_claim_spec(
     arguments: Sequence[str] = (),
     dev_dir: str = "/dev",
 ) -> dict[str, Any]:
-    """Return the specification of a claim: a device for each share (name and minor number).
+    """Return the specification for a claim: a device for each share (name and minor number).
 
     A container gets the nodes of its shares' GPUs, and for each share a createRuntime hook that
     names the share. A single poststop hook reports the container's end. Raise DeviceError if the

@@ -1,4 +1,4 @@
-"""Program of the process that suspends and resumes a container's processes.
+"""Program for the process that suspends and resumes a container's processes.
 
 It makes the driver's checkpoint calls, which copy the contents of a process's GPU memory to host
 memory and free everything that the process has on the GPU, including its contexts. The calls take

@@ -57,7 +57,7 @@ class ClaimShares:
         return booked
 
     def change(self, old: Claim, new: Claim) -> Claim:
-        """Replace a claim by another, and return it as booked; on RefusedError, nothing changes."""
+        """Replace a claim with another; return it as booked. On RefusedError, nothing changes."""
         undo = self.undo(old)
         self.leave(old)
         try:
@@ -113,8 +113,8 @@ class ClaimShares:
                 )
             if gpu.strategy == "mps" and len(gpus) > 1:
                 raise RefusedError(
-                    f"{claim} has {len(gpus)} GPUs, and GPU {gpu.device.index} is shared by mps:"
-                    " a client of MPS can have only one",
+                    f"{claim} has {len(gpus)} GPUs, and GPU {gpu.device.index} uses strategy"
+                    " mps: a client of MPS can have only one",
                     hint="ask for one GPU, or for timeslice",
                 )
         return tuple(gpu.device for gpu in gpus)
@@ -211,8 +211,8 @@ class ClaimShares:
             )
         if share.strategy not in ("auto", gpu.strategy):
             raise RefusedError(
-                f"{claim} asks for {words(share.quota)} of GPU {gpu.device.index} by"
-                f" {share.strategy}, but that GPU is shared by {gpu.strategy}",
+                f"{claim} asks for {words(share.quota)} of GPU {gpu.device.index} with"
+                f" strategy {share.strategy}, but that GPU uses {gpu.strategy}",
                 hint="leave strategy out, or configure the node to share that GPU in this way",
             )
         quota = share_quota(claim, share, gpu)
@@ -238,8 +238,8 @@ class ClaimShares:
             return "its claim was booked as one whose memory stays on the GPU"
         for entry in own:
             if not entry.gpu.supports_parking:
-                return f"GPU {entry.gpu.device.index} is shared by {entry.gpu.strategy} now"
-        # Memory that may be parked already has its room in host memory.
+                return f"GPU {entry.gpu.device.index} now uses strategy {entry.gpu.strategy}"
+        # Room in host memory has already been set aside for memory that may be parked.
         staying = [entry.quota.memory for entry in own if not entry.quota.parking]
         if staying and sum(staying) > self._gpus.host_left():
             return "no host memory is left for it"

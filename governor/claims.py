@@ -64,7 +64,7 @@ class Claim:
         return ", ".join(shown)
 
     def describe(self) -> dict[str, Any]:
-        """Return the claim in the form that `parse_claim` takes."""
+        """Return the claim in the form that `parse_claim` accepts."""
         return {
             "uid": self.uid,
             "namespace": self.namespace,
@@ -172,8 +172,8 @@ def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
         )
     if len(quotas) > 1 and any(share.strategy == "mps" for _, share in shares):
         raise RefusedError(
-            f"{_name(shares)} has {len(quotas)} GPUs shared by mps, but a client of MPS can have"
-            " only one",
+            f"{_name(shares)} has {len(quotas)} GPUs that use strategy mps, but a client of MPS"
+            " can have only one",
             hint="ask for one GPU, or for timeslice",
         )
     return quotas
@@ -197,7 +197,7 @@ Use = tuple[str, str]
 def uses_key(uses: Iterable[Use]) -> str:
     """Return the name of the directory of the containers that use these shares.
 
-    No container's id leads to the same name, because no id contains a NUL.
+    No container's id yields the same name, because no id contains a NUL.
     """
     text = "\0".join(("claims", *sorted(f"{uid}/{name}" for uid, name in uses)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 MIB = 1 << 20
 FILE_LIMIT = 1 << 16
-"""Largest size of a configuration file, in bytes. Parsing a file of this size takes a second; the
+"""Maximum size of a configuration file, in bytes. Parsing a file of this size takes a second; the
 limit also guards against endless files."""
 
 LISTED = "tidegate.yaml(5) lists the options"
@@ -83,7 +83,7 @@ def _library_dir() -> str:
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults for a container that specifies only a part of its quota. Shares are percentages."""
+    """Defaults for a container that specifies only part of its quota. Shares are percentages."""
 
     memory: int | None = None
     compute: int = 1
@@ -126,7 +126,7 @@ class Config:
     """The configuration in force. Sizes are in bytes; the units of times are in the names.
 
     The default times come from measurements on an H200 with driver 580: a context switch takes 130
-    us, and with grants of 4 ms, hand-overs cost about 3 %.
+    us, and with 4 ms grants, hand-overs cost about 3 %.
     """
 
     runtime_dir: str = "/run/tidegate"

@@ -56,7 +56,7 @@ CLAIMS = "claims"
 def container_key(identifier: str) -> str:
     """Return the name of a container's directory: a digest, because an id is untrusted text.
 
-    A candidate for an id may contain arbitrary bytes (`processes.cgroup_names`).
+    A candidate id may contain arbitrary bytes (`processes.cgroup_names`).
     """
     return hashlib.sha256(identifier.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -258,8 +258,8 @@ class Container:
 
     def _find_membership(self, first: Identity, recovered: RecoveredContainer | None) -> Membership:
         if recovered is None:
-            # The runtime has put the first process into its control group, and no code of the image
-            # has run yet.
+            # The runtime has put the first process into its control group, and no code from the
+            # image has run yet.
             return find_membership(first.pid)
         if recovered.membership is not None:
             return recovered.membership
@@ -341,7 +341,7 @@ class Container:
 
     @property
     def strategy(self) -> str:
-        """The strategy by which its GPUs are shared."""
+        """The strategy that its GPUs use."""
         return "timeslice" if self._mps is None else "mps"
 
     @property
@@ -354,7 +354,7 @@ class Container:
 
         They belong to the container; `owns` checks whether a pid does. Return false if that is
         impossible because the GPU's scheduler is not steered. While the driver's checkpoint calls
-        are made, nothing is done, and true is returned.
+        are being made, nothing is done, and true is returned.
         """
         if self._is_left_alone or not self._gpus.is_steered(device):
             return self._is_left_alone
@@ -363,7 +363,7 @@ class Container:
         return True
 
     def note_unknown(self) -> None:
-        """Log functions that its programs looked up and that the control library does not know."""
+        """Log functions that its programs looked up but the control library does not recognise."""
         if found := self._unknown.read(self.ledger):
             self._lines.warning("unknown-functions", container=self.identifier, functions=found)
 
@@ -410,10 +410,10 @@ class Container:
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Do not steer its processes while the driver's checkpoint calls are made.
+        """Do not steer its processes while the driver's checkpoint calls are being made.
 
-        Afterwards they are steered again, whatever the calls did: a process that runs is held to
-        the quota.
+        Afterwards they are steered again, whatever the calls did: a running process is held to the
+        quota.
         """
         self._is_left_alone = True
         self._gpus.let_go()
@@ -514,7 +514,7 @@ class Container:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was closed."""
+        """Whether it has been closed."""
         return self._closed
 
     def close(self, *, keep: bool = False) -> None:

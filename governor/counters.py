@@ -1,4 +1,4 @@
-"""Counters that never decrease: of a container while it exists, and of a GPU for all containers.
+"""Counters that never decrease: for a container while it exists, and for all of a GPU's containers.
 
 A process's counters are in its slot of the ledger, and are cleared with the slot. A container's
 times are in the arbiter, and are removed with the container. A program that computes rates takes a
@@ -29,7 +29,7 @@ OF_MOVES = ("moved", "move_ns", "away_ns")
 """Fields of a ledger's slot about moves of memory, which remain counted in the same way."""
 
 MOST = 2**62
-"""Upper bound of every counter, 146 years in nanoseconds: a higher value is nonsense."""
+"""Upper bound on every counter, 146 years in nanoseconds: a higher value is nonsense."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Counters:
         self._moves.keep(_read_moves(ledger, slot))
 
     def processes(self, ledger: mmap, slots: Iterable[int], device: int) -> Mapping[str, int]:
-        """Return the sums over the processes in these slots and those that ended."""
+        """Return the sums over the processes in these slots and those that have ended."""
         return self._sums[device].add_up(_read(ledger, slot, device) for slot in slots)
 
     def moves(self, ledger: mmap, slots: Iterable[int]) -> Mapping[str, int]:
@@ -251,7 +251,7 @@ class Timed(Protocol):
 
 @dataclass
 class Tally:
-    """Counters of the governor since its start, including containers that ended."""
+    """Counters of the governor since its start, including containers that have ended."""
 
     admitted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -277,7 +277,7 @@ class Tally:
         self.refusals.append(Refusal(at, *texts))
 
     def violate(self, container: str, episode: Episode) -> None:
-        """Count a violation that begins, and remember it."""
+        """Count a violation that has begun, and remember it."""
         self.violations[episode.kind] += 1
         self.episodes.append((container, episode))
 
@@ -287,7 +287,7 @@ class Tally:
             self._past[uuid] = self._past.get(uuid, GpuTime()) + time
 
     def gpu_times(self, running: Iterable[Mapping[str, GpuTime]]) -> dict[str, GpuTime]:
-        """Return the time of each GPU, by UUID: of these containers and of those that ended."""
+        """Return the time on each GPU, by UUID: of these containers and those that have ended."""
         total = dict(self._past)
         for times in running:
             for uuid, time in times.items():

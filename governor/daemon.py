@@ -133,7 +133,7 @@ def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps
 
 
 def _release_mps(server: Server, mps: Mps) -> None:
-    """Leave a daemon running if containers use it; otherwise stop it."""
+    """Leave a daemon running if containers are using it; otherwise stop it."""
     if server.mps_used(mps):
         mps.leave()
     else:

@@ -10,7 +10,7 @@ from vdriver.errors import OperatorError
 
 
 class TidegateError(OperatorError):
-    """A fault of the node, its configuration or a request."""
+    """A fault in the node, its configuration or a request."""
 
     is_logged = False
     """Whether the error has its own event in the log, so that no refusal is logged for it."""

@@ -111,7 +111,7 @@ class Event:
 
 
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
-    """Return the event of one line: JSON, alone or after the prefix of a syslog daemon.
+    """Return the event in one line: JSON, alone or after the prefix of a syslog daemon.
 
     Return None for any other line. A `source` or `stamp` that the log itself records takes
     precedence over the line's prefix; a timestamp in the JSON takes precedence over both.
@@ -139,7 +139,7 @@ def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
 
 
 def parse_journal(line: str) -> Event | None:
-    """Return the event of one line of `journalctl -o json`, or None if it is not Tidegate's."""
+    """Return the event in one line of `journalctl -o json`, or None if it is not Tidegate's."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -205,7 +205,7 @@ def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
 
 
 def read_files(paths: Sequence[Path], *, follow: bool) -> Iterator[Event]:
-    """Yield the events of files, one file after the other.
+    """Yield the events in files, one file after the other.
 
     Raise RequestError if one cannot be read.
     """
@@ -257,7 +257,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
                 file, other, rest = other, None, b""
                 continue
             yield ""
-            # A rotation renames the file; later lines are in a new file of the same name.
+            # A rotation renames the file; later lines are in a new file with the same name.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                     other = path.open("rb")

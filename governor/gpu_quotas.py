@@ -17,7 +17,7 @@ CLAIMED = "claim "
 
 @dataclass
 class GpuQuotas:
-    """One GPU of the allocation table."""
+    """One GPU in the allocation table."""
 
     device: Device
     quotas: dict[str, Quota] = field(default_factory=dict)

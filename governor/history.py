@@ -37,7 +37,7 @@ COLUMNS = {
 bytes, counts."""
 PARTS = ("used", "lent")
 MAX_BYTES = 2**64 - 1
-"""Upper bound of amounts of memory: a peak is reported by the container and not verified."""
+"""Upper bound on amounts of memory: a peak is reported by the container and not verified."""
 
 
 @dataclass(frozen=True)

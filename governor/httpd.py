@@ -49,7 +49,7 @@ class Endpoint(abc.ABC):
     where = ""
     """One line for refusals, with the paths that are served."""
     headers = ""
-    """Headers of every answer, including refusals."""
+    """Headers in every answer, including refusals."""
 
     def __init__(self, name: str) -> None:
         self._connections = 0
@@ -132,7 +132,7 @@ class Endpoint(abc.ABC):
         return self.content(f"{text}\n".encode(), "text/plain", more, status=status)
 
     def content(self, body: bytes, kind: str, more: str = "", *, status: str = "200 OK") -> bytes:
-        """Return a complete answer; `more` are headers of this answer only."""
+        """Return a complete answer; `more` are headers for this answer only."""
         head = (
             f"HTTP/1.1 {status}\r\n{more}{self.headers}Content-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\n{CLOSE}\r\n"

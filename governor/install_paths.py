@@ -24,7 +24,7 @@ def triplet(machine: str | None = None) -> str:
 
 
 def is_checkout() -> bool:
-    """Return whether this code runs from its repository."""
+    """Return whether this code is running from its repository."""
     return (CODE / "meson.build").is_file()
 
 

@@ -1,6 +1,6 @@
 """Format the node's containers for `tidegate ps`, `top` and `inspect`.
 
-The governor's values of each container are combined with its name in its engine, and shown as rows
+The governor's values for each container are combined with its name in its engine, and shown as rows
 of a table and as lines for ongoing violations.
 """
 
@@ -100,7 +100,7 @@ def safe(text: object) -> str:
 def cell(text: object) -> str:
     """Return untrusted text for a line that may be cut off: each character is one column wide.
 
-    A character of two columns would make lines wrap, and push other lines off the screen.
+    A two-column character would make lines wrap, and push other lines off the screen.
     """
     return "".join(c if _is_narrow(c) else "?" for c in safe(text))
 
@@ -248,7 +248,7 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
     """Return the state of a container, on one GPU or on all."""
     kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
     words = ["frozen"] if container["frozen"] else []
-    # A governor of an earlier version does not send this field.
+    # An earlier version of the governor does not send this field.
     words += [container["suspension"]] if container.get("suspension") else []
     parking = container.get("parking") or {}
     words += [parking["residency"]] if parking.get("residency", "resident") != "resident" else []
@@ -267,7 +267,7 @@ def trouble_lines(containers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def elsewhere_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each process that uses a GPU which its container was not granted."""
+    """Return a line for each process that is using a GPU that its container was not granted."""
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:
         for use in one.get("elsewhere", ()):
@@ -297,7 +297,7 @@ def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def unknown_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each container that looked up unknown functions of the driver."""
+    """Return a line for each container that looked up unknown driver functions."""
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:
         # An older governor, which runs until it is restarted, does not send this field.
@@ -309,7 +309,7 @@ def unknown_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def unknown_of(container: dict[str, Any]) -> str:
-    """Return the functions that its programs looked up and that the control library lacks."""
+    """Return the functions that its programs looked up but the control library lacks."""
     return cell(", ".join(str(name) for name in container.get("unknown_functions", ())))
 
 

@@ -1,4 +1,4 @@
-"""Collect functions that programs looked up and that the control library does not know.
+"""Collect functions that programs looked up but the control library does not recognise.
 
 The names are in the header of the container's ledger, where any of its processes may write anything
 at any time. Therefore the number of names per container is limited, and only possible names of

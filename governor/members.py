@@ -40,7 +40,7 @@ class Member:
 
     @property
     def confirmed(self) -> bool:
-        """Whether its start was confirmed."""
+        """Whether its start has been confirmed."""
         return self.row.confirmed
 
     def has_ended(self) -> bool:
@@ -54,7 +54,7 @@ class Member:
 
 
 class Members(Sequence[Member]):
-    """The members of one container, the oldest first."""
+    """The members of one container, oldest first."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self._members = list(members)

@@ -145,7 +145,7 @@ GPU_METRICS = (
     _counter(
         "gpu_mps_commands",
         GPU,
-        "Commands that its MPS daemon received and that the governor did not send",
+        "Commands that its MPS daemon received but the governor did not send",
     ),
     _counter("gpu_mps_starts", GPU, "Starts of its MPS daemon"),
 )
@@ -418,7 +418,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 
 def _add_parking(families: _Families, container: Container, labels: tuple[str, ...]) -> None:
-    """Add the metrics of a container whose memory may be parked. Such a container has one GPU."""
+    """Add the metrics for a container whose memory may be parked. Such a container has one GPU."""
     parking = container.describe_parking()
     if parking is None:
         return
@@ -490,7 +490,7 @@ class MetricsEndpoint(httpd.Endpoint):
 
 
 def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
-    """Return the whole answer of a WSGI application."""
+    """Return the whole answer from a WSGI application."""
     begun: list[tuple[str, list[tuple[str, str]]]] = []
 
     def start(status: str, headers: list[tuple[str, str]]) -> None:

@@ -3,11 +3,11 @@
 `nvidia-cuda-mps-control` listens on two sockets. On `control` it accepts clients, and the commands
 that are permitted to a client's user. On `control_privileged` it accepts all commands from its own
 user, root, which is also the user in most containers. Therefore a container gets only `control`, as
-a hard link in its own directory, and never the directory of the daemon.
+a hard link in its own directory, and never the daemon's directory.
 
 The daemon has its own session and outlives the governor, so that containers continue while the
 governor is away. The next governor recognises it as the process that listens on the socket. A fatal
-fault of one client ends the work of all clients, and the server accepts no new clients until all
+fault in one client ends the work of all clients, and the server accepts no new clients until all
 have disconnected. Clients that do not disconnect in time are cut off: the daemon is killed and
 restarted.
 """
@@ -68,7 +68,7 @@ class Tools:
     control: Path
     search: str  # PATH, in which the daemon looks for the server
     libraries: str
-    multiuser: bool  # accepts clients of all users; otherwise of one user at a time
+    multiuser: bool  # accepts clients from all users; otherwise from one user at a time
 
 
 def find_tools(manifest: Manifest) -> Tools:
@@ -85,7 +85,7 @@ def find_tools(manifest: Manifest) -> Tools:
     control = sources.get(PROGRAM)
     if control is None:
         raise GovernorError(
-            f"the driver {manifest.version} of this node has no {PROGRAM}",
+            f"the driver {manifest.version} on this node has no {PROGRAM}",
             hint="install it and run tidegate refresh, or leave mps out of strategies",
         )
     server = sources.get("nvidia-cuda-mps-server", control)
@@ -129,8 +129,8 @@ _EVENTS = (
 def read_line(line: str) -> MpsEvent | None:
     """Return the event in a line of a log, or None if it is of no interest.
 
-    A client's command is logged verbatim, including line breaks, so a client can forge lines. It
-    is unlikely to know the daemon's pid, which is in the prefix of genuine lines.
+    A client's command is logged verbatim, including line breaks, so a client can forge lines. The
+    client is unlikely to know the daemon's pid, which is in the prefix of genuine lines.
     """
     prefix = _PREFIX.match(line)
     if not prefix:
@@ -192,7 +192,7 @@ class Counts:
 
 
 class Mps:
-    """The daemon of one GPU.
+    """The daemon for one GPU.
 
     `tell` is called with each event. `state` is starting, running, fault or down. Containers are
     admitted while it is `running`; otherwise `reason` is the reason for the refusal.
@@ -398,7 +398,7 @@ class Mps:
     def _take(self, event: MpsEvent) -> None:
         match event.kind:
             case "fault":
-                # Both logs, and several lines of each, report one fault.
+                # Both logs, and several lines in each, report one fault.
                 if self._fault_at is None:
                     self.counts.faults += 1
                     self._fault_at = time.monotonic()

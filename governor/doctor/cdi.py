@@ -29,14 +29,14 @@ class CdiFile:
     fault: str | None = None
 
     def edits(self) -> Iterator[dict[str, Any]]:
-        """Yield its edits to containers: those for all, then those of each device."""
+        """Yield its edits to containers: those for all, then those for each device."""
         yield table(self.document, "containerEdits")
         for device in objects(self.document, "devices"):
             yield table(device, "containerEdits")
 
 
 def files(node: ExaminedNode) -> tuple[CdiFile, ...]:
-    """Return the CDI files of the node."""
+    """Return the CDI files on the node."""
     return tuple(
         _read(node, f"{directory}/{name}")
         for directory in DIRECTORIES

@@ -102,7 +102,7 @@ SYSTEMD_COMMANDS = (
     (r"systemctl (start|restart|reload) ", r"\1 "),
     (r"journalctl -u \S+", "read what it prints"),
 )
-"""Commands of systemd in remedies, and the words that replace them where it is not running."""
+"""systemd commands in remedies, and the words that replace them where systemd is not running."""
 
 
 def _without_systemd(finding: Finding) -> Finding:

@@ -9,7 +9,16 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
+from governor.doctor.finding import (
+    Finding,
+    UnseenError,
+    name_gpus,
+    note,
+    ok,
+    unseen,
+    warning,
+    wrong,
+)
 from governor.doctor.mirror import kind_of_mirror
 from governor.doctor.node import AS_ROOT, ExaminedNode
 from oci_hook.errors import HookError
@@ -142,8 +151,8 @@ def nodes(node: ExaminedNode) -> Iterator[Finding]:
             )
         elif status.st_mode & 0o006 != 0o006:
             yield warning(
-                f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs of users "
-                "other than root find no GPU",
+                f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs run by "
+                "users other than root find no GPU",
                 f"chmod 0666 {path}, and set NVreg_DeviceFileMode=0666 for the module",
             )
         else:
@@ -253,8 +262,8 @@ def persistence(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]:
     off = [index for index, *_, mode in rows if mode == "Disabled"]
     if off and node.stat("/run/nvidia-persistenced/socket") is None:
         yield note(
-            f"persistence mode is off for GPU {', '.join(off)}: while no governor runs, the first "
-            "program waits for the GPU to be initialised",
+            f"persistence mode is off for {name_gpus(off)}: while no governor is running, the "
+            "first program waits for the GPU to be initialised",
             "systemctl enable --now nvidia-persistenced",
         )
     else:

@@ -1,4 +1,4 @@
-"""Check the container engines of the node: which are installed, and whether they use Tidegate.
+"""Check the container engines on the node: which are installed, and whether they use Tidegate.
 
 Docker and containerd are queried for the configuration in force. If they do not answer, and for
 other engines, the configuration files are read. An engine that is not set up is not an error; there
@@ -212,7 +212,7 @@ def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def names_default(document: dict[str, Any]) -> bool:
-    """Return whether a file of containerd sets the default handler."""
+    """Return whether one of containerd's files sets the default handler."""
     plugins = table(document, "plugins")
     return any(
         "cri" in name.split(".") and "default_runtime_name" in table(plugins, name, "containerd")
@@ -221,7 +221,7 @@ def names_default(document: dict[str, Any]) -> bool:
 
 
 def passes(patterns: tuple[str, ...], name: str) -> bool:
-    """Return whether an annotation matches a pattern of containerd; `*` matches no slash."""
+    """Return whether an annotation matches a containerd pattern; `*` matches no slash."""
     parts = name.split("/")
     return any(
         len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
@@ -230,7 +230,7 @@ def passes(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def _python_class(match: re.Match[str]) -> str:
-    """Return a class of characters as fnmatch writes it: `!` negates instead of `^`."""
+    """Return a character class as fnmatch writes it: `!` negates instead of `^`."""
     sign, characters = match.groups()
     return f"[!{characters}]" if sign == "^" else f"[{characters}{sign}]"
 
@@ -310,7 +310,7 @@ def _handler(node: ExaminedNode, handler: dict[str, Any], what: str) -> Iterator
 
 
 def any_engine(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether any engine of the node starts containers with Tidegate."""
+    """Check whether any engine on the node starts containers with Tidegate."""
     from governor.doctor.cdi import our_files
     from governor.doctor.crio import handler as crio_handler
     from governor.doctor.hooks import files, is_ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,3 +58,13 @@ def warning(found: str, remedy: str) -> Finding:
 def wrong(found: str, remedy: str) -> Finding:
     """Report a fault that stops containers, leaves them ungoverned, or lets a user become root."""
     return Finding(Severity.WRONG, found, remedy)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, such as `a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def name_gpus(indices: Sequence[object]) -> str:
+    """Return GPUs as text, such as `GPU 0`, or `GPUs 0, 1 and 2`."""
+    return f"GPU{'s' * (len(indices) > 1)} {listed([str(index) for index in indices])}"

@@ -168,7 +168,7 @@ def stages(node: ExaminedNode) -> Iterator[Finding]:
                 f"{CONTAINERS_CONF[1]}",
             )
     if right:
-        yield ok("Buildah knows the stages of all hooks that it reads")
+        yield ok("Buildah supports the stages of all hooks that it reads")
 
 
 def podman(node: ExaminedNode) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Check whether the driver's mirror is usable and intact, and if there is room for a new one."""
+"""Check whether the driver's mirror is usable and intact, and whether a new one would fit."""
 
 from __future__ import annotations
 

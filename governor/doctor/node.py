@@ -239,12 +239,12 @@ def table(document: object, *path: str) -> dict[str, Any]:
 
 
 def strings(value: object) -> tuple[str, ...]:
-    """Return the strings of a list; none if the value is not a list."""
+    """Return the strings in a list; none if the value is not a list."""
     return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
 
 
 def objects(document: object, name: str) -> list[dict[str, Any]]:
-    """Return the objects of a list in an object; none if there is no such list."""
+    """Return the objects in a list in an object; none if there is no such list."""
     entries = document.get(name) if isinstance(document, dict) else None
     return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 

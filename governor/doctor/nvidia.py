@@ -91,7 +91,7 @@ def cdi(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def operator(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether NVIDIA's device plugin or operator hands out GPUs of this node."""
+    """Check whether NVIDIA's device plugin or operator hands out this node's GPUs."""
     quiet = True
     if node.stat(PLUGIN) is not None:
         quiet = False

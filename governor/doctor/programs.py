@@ -148,7 +148,7 @@ def _script(node: ExaminedNode, hook: str) -> str:
 
 
 def python(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the interpreter in the hook's first line can run it."""
+    """Check whether the interpreter in the hook's first line can run the hook."""
     hook = _installed(node, HOOK)
     installed = hook == HOOK
     hook = _script(node, hook) if hook else None

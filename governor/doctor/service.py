@@ -10,7 +10,7 @@ from typing import Any
 from governor import VERSION
 from governor.client import ask
 from governor.config import PATH, Config
-from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
+from governor.doctor.finding import Finding, UnseenError, name_gpus, note, ok, warning, wrong
 from governor.doctor.node import AS_ROOT, ExaminedNode
 from governor.errors import GovernorError, RequestError, TidegateError
 from governor.state import NAME
@@ -82,11 +82,11 @@ def answers(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def in_force(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the governor uses the current content of its files."""
+    """Check whether the governor is using the current content of its files."""
     try:
         answer = _ask(node, "config")
     except RequestError:
-        yield note("the governor cannot report its configuration: it has another version")
+        yield note("the governor cannot report its configuration: it is a different version")
         return
     except TidegateError:
         yield note("the governor does not answer, so the configuration in force is not known")
@@ -95,7 +95,7 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
         refused = answer["refused"]
         when = f" (a newer one was refused at {_clock(refused['at'])})" if refused else ""
         yield warning(
-            f"{answer['error']['message']}: the governor continues with the configuration of"
+            f"{answer['error']['message']}: the governor continues with the configuration from"
             f" {_clock(answer['since'])}{when}, and a restart would fail",
             f"correct it ({answer['error']['hint']}), then tidegate reload",
         )
@@ -107,13 +107,13 @@ def in_force(node: ExaminedNode) -> Iterator[Finding]:
         options = [one["option"] for one in answer["changes"] if one["effect"] in effects]
         if options:
             yield warning(
-                f"the governor does not use the values of {', '.join(options)} in its files",
+                f"the governor is not using the values of {', '.join(options)} in its files",
                 remedy,
             )
     if not answer["changes"]:
         files = ", ".join(answer["files"])
         yield ok(
-            f"the governor has the configuration of its files: {files}"
+            f"the governor is using the configuration in its files: {files}"
             if files
             else "the defaults are in force"
         )
@@ -150,7 +150,7 @@ def gpus(node: ExaminedNode) -> Iterator[Finding]:
             "fix the cause, then systemctl restart tidegate-governor",
         )
     if open_:
-        yield ok(f"GPU {', '.join(map(str, open_))} is shared")
+        yield ok(f"{name_gpus(open_)} {'is' if len(open_) == 1 else 'are'} shared")
     else:
         yield wrong(
             "no GPU accepts containers", "see the lines above; nvidia-smi -L lists the GPUs"
@@ -196,7 +196,7 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
         )
     steered = [str(gpu["index"]) for gpu in gpus if gpu["uuid"] not in by_grants]
     if steered:
-        yield ok(f"the hardware scheduler divides the time of GPU {', '.join(steered)}")
+        yield ok(f"the hardware scheduler divides the time of {name_gpus(steered)}")
     elif not at_once and not missed:
         yield ok("grants divide the GPUs' time")
 
@@ -236,10 +236,10 @@ def database(node: ExaminedNode) -> Iterator[Finding]:
         age = time.time() - status.st_ctime if status else 0
         if age < LATELY_S:
             late += 1
-            what = "damaged" if ".damaged-" in name else "of a newer version"
+            what = "damaged" if ".damaged-" in name else "from a newer version"
             yield warning(
-                f"{directory}/{name}: the governor found its database {what}, "
-                f"{age / 3600:.0f} hours ago",
+                f"{directory}/{name}: {age / 3600:.0f} hours ago the governor found that its "
+                f"database was {what}",
                 f"check the disk, then rm {directory}/{name}*",
             )
     if not late:

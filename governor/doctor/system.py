@@ -8,7 +8,16 @@ import re
 from collections.abc import Callable, Iterator
 
 from governor.cgroups import find_mounts
-from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
+from governor.doctor.finding import (
+    Finding,
+    UnseenError,
+    listed,
+    note,
+    ok,
+    unseen,
+    warning,
+    wrong,
+)
 from governor.doctor.node import ExaminedNode
 from governor.doctor.service import process
 from oci_hook import kernel
@@ -42,11 +51,11 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
     if node.alive:
         refused = dict(_refused())
         if not refused:
-            yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
+            yield ok(f"Linux {release} has {listed([name for name, _ in CALLS])}")
             return
         if set(refused.values()) != {errno.ENOSYS}:
             yield wrong(
-                f"Linux {release} refuses {_listed(list(refused))}: "
+                f"Linux {release} refuses {listed(list(refused))}: "
                 f"{os.strerror(next(iter(refused.values())))}",
                 "remove the seccomp filter from the service that starts containers here",
             )
@@ -54,10 +63,10 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
         lacking = list(refused)
     if lacking:
         yield wrong(
-            f"Linux {release} lacks {_listed(lacking)}: the hook cannot start containers", NEWER
+            f"Linux {release} lacks {listed(lacking)}: the hook cannot start containers", NEWER
         )
     else:
-        yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
+        yield ok(f"Linux {release} has {listed([name for name, _ in CALLS])}")
 
 
 def processor(node: ExaminedNode) -> Iterator[Finding]:
@@ -73,7 +82,7 @@ def processor(node: ExaminedNode) -> Iterator[Finding]:
     lacking = sorted(V2 - set(found[1].split()))
     if lacking:
         yield wrong(
-            f"the processor is below x86-64-v2 (no {_listed(lacking)}): loaders skip the driver's "
+            f"the processor is below x86-64-v2 (no {listed(lacking)}): loaders skip the driver's "
             "directory, and find an image's own driver, which is not governed",
             "give the virtual machine an x86-64-v2 processor (QEMU: -cpu host; Proxmox: type host)",
         )
@@ -111,10 +120,6 @@ def _has_sys_admin() -> bool:
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123
         found = re.search(r"^CapEff:\s*([0-9a-f]+)", file.read(), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def cgroups(node: ExaminedNode) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ much. The estimate is exact for a process that is alone, and where its neighbour
 all the time.
 
 Samples arrive some time after the interval that they describe. Until then, time is charged at the
-highest rate of any sample of the last second. When a sample arrives, the difference is charged or
+highest rate of any sample from the last second. When a sample arrives, the difference is charged or
 given back. Times are in nanoseconds. The module is pure: it uses no file, clock or driver.
 """
 
@@ -94,7 +94,7 @@ class _Settled(NamedTuple):
 
 
 class Activity:
-    """Corrects the residency of the processes of one GPU."""
+    """Corrects the residency of the processes on one GPU."""
 
     def __init__(self, now: int) -> None:
         self._now = now

@@ -1,10 +1,10 @@
 """The driver calls that steer the GPU's own scheduler, as data.
 
-The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects under its own *client*
-(NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). The C names here are those of NVIDIA's
-published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
-numbers, sizes and offsets are the same in every branch from 515 to 595, except where `since` or
-`before` is set.
+The kernel module accepts ioctls on /dev/nvidiactl. A caller allocates objects under its own
+*client* (NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). The C names here are those in
+NVIDIA's published source for the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules,
+in which numbers, sizes and offsets are the same in every branch from 515 to 595, except where
+`since` or `before` is set.
 `python -m tools.check_driver_calls` compiles this table against that source.
 """
 
@@ -470,7 +470,7 @@ N_CLIENTS = 1 << 20
 FIRST_OBJECT = 0x5C000000
 """First handle that libcuda gives to an object of its client."""
 N_OBJECTS = 0x2000
-"""Number of object handles that a search tries: a context of branch 580 on Hopper has some 120
+"""Number of object handles that a search tries: a context under branch 580 on Hopper has some 120
 objects."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 VERSION = 1
-"""Version of the messages; both sides must have the same one."""
+"""Version of the messages; both sides must use the same version."""
 SOCKET = "/run/tidegate-steering.sock"
 """Where the service listens (`tidegate-steering.socket`)."""
 LONGEST = 1 << 22

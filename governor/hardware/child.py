@@ -1,4 +1,4 @@
-"""Build the commands and environments of child processes that run a module of Tidegate as root."""
+"""Build the commands and environments of child processes that run a Tidegate module as root."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import importlib, sys
 sys.path[:] = sys.argv.pop(1).split("\\n")
 importlib.import_module(sys.argv.pop(1)).main()
 """
-"""The program of the process. -I makes Python ignore the environment, as is needed for code that
-runs as root. The module path is an argument, because the packaged scripts that set it are not run
-in the child."""
+"""The program that the process runs. -I makes Python ignore the environment, as is needed for code
+that runs as root. The module path is an argument, because the packaged scripts that set it are not
+run in the child."""
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:

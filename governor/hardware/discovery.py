@@ -5,7 +5,7 @@ gets the next number, and libcuda numbers its objects in order. Clients are thus
 handles downwards from that of a newly allocated client, and objects by probing from FIRST_OBJECT
 upwards. The probes are calls on that new client, and write nothing to the kernel's log. All other
 calls on a client need the open file of /dev/nvidiactl with which it was allocated. `pidfd_getfd`
-duplicates the process's descriptor of that file (CAP_SYS_PTRACE).
+duplicates the process's descriptor for that file (CAP_SYS_PTRACE).
 
 A program that calls the driver directly may number its objects in any way, and then they are not
 found. The trace still shows its pid.
@@ -51,7 +51,7 @@ class ChannelGroup(NamedTuple):
 class Holding(NamedTuple):
     """A process's client and its channel groups.
 
-    `descriptor` is the process's own descriptor of the open file that the client was allocated
+    `descriptor` is the process's own descriptor for the open file that the client was allocated
     with. No duplicate of it is kept, because a client and its memory live as long as the file is
     open anywhere.
     """
@@ -104,7 +104,7 @@ def borrowed_of(pid: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -
 
 
 def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> list[int]:
-    """Return a process's descriptors of open files of the driver's control device.
+    """Return a process's descriptors for open files of the driver's control device.
 
     They are identified by device number, because a container may have the node under any name.
     """
@@ -217,7 +217,7 @@ def find_holdings(
     for descriptor in control_descriptors(pid, device, proc):
         try:
             with borrowed(pidfd, descriptor, device) as fd:
-                # If a descriptor duplicates another, its clients were found through that one.
+                # If a descriptor duplicates another, its clients were found through the other.
                 answering = [c for c in sorted(left) if answers(driver, c, fd)]
                 left.difference_update(answering)
                 found += [

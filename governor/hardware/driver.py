@@ -3,7 +3,7 @@
 A `DriverClient` is a client of the kernel module, and belongs to this process. An object of another
 client is identified by the pair of client and object. A call on a foreign client is accepted only
 through the open file with which that client was allocated (`discovery` duplicates it from the
-process). Calls take 0.1 to 0.7 ms, and wait for locks that all GPUs of the host share, so they are
+process). Calls take 0.1 to 0.7 ms, and wait for locks that all GPUs on the host share, so they are
 made on a separate thread.
 """
 
@@ -115,7 +115,7 @@ class DriverClient:
     ) -> None:
         if branch < calls.FIRST_BRANCH:
             raise DriverCallError(
-                f"the kernel module is from branch {branch}, but Tidegate knows its calls "
+                f"the kernel module is from branch {branch}, but Tidegate supports calls "
                 f"only from branch {calls.FIRST_BRANCH} onwards",
                 0x56,
             )
@@ -295,8 +295,8 @@ class DriverClient:
     def switch_channels(self, gpu: DriverGpu, channels: list[tuple[int, int]], *, on: bool) -> None:
         """Switch channels, given as (client, channel), on or off; running work is interrupted.
 
-        One call takes 64 channels; more are switched in several calls. After an error, some of them
-        may have been switched.
+        One call accepts up to 64 channels; more are switched in several calls. After an error, some
+        of them may have been switched.
         """
         for i in range(0, len(channels), calls.N_SWITCHED):
             part = channels[i : i + calls.N_SWITCHED]

@@ -40,7 +40,7 @@ COST = 20
 """Time for which a process is not searched again, as a multiple of the last search's cost."""
 WAITING = 0.1
 """Fraction of a search's duration that its cost includes, in addition to the processor time. Most
-of a long search is spent waiting for locks of the driver, for instance while many processes create
+of a long search is spent waiting for locks in the driver, for instance while many processes create
 contexts; but that wait delays the other searches."""
 BURST_S = 0.2
 """Cost of a burst of searches in one container, in seconds; after it, searches cost at most 1/COST
@@ -178,7 +178,7 @@ class Finder:
             self._accounts.pop(tenant, None)
 
     def saw(self, pids: Iterable[int]) -> None:
-        """Record that processes use the GPU through channels that are not known yet."""
+        """Record that processes are using the GPU through channels that are not known yet."""
         with self._lock:
             new = [p for p in self._processes.values() if p.pid in pids and not p.is_seen]
             for process in new:

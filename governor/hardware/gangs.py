@@ -8,10 +8,10 @@ Outside its window the container is off. It has a window while it uses most of i
 periods and another container works on any of its GPUs. A container with only occasional work gets
 none: it would wait for its window needlessly, and block others during it.
 
-The threads of the GPUs share a `Board`. In each step, each thread reports what its containers do.
-The windows are placed once per period, from the reports received until then, so they are the same
-on all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a
-GPU do not overlap. Times are in nanoseconds, and shares are fractions of one GPU.
+The threads of the GPUs share a `Board`. In each step, each thread reports what its containers are
+doing. The windows are placed once per period, from the reports received until then, so they are the
+same on all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that
+share a GPU do not overlap. Times are in nanoseconds, and shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
 def _time_apart(spans: Sequence[tuple[int, int]], now: int) -> int:
     """Return for how long in its last window a container was not on all of its GPUs, in ns.
 
-    The driver calls of several GPUs exclude each other, so one GPU's window begins and ends later
+    The driver calls for several GPUs exclude each other, so one GPU's window begins and ends later
     than another's.
     """
     # A window is reported in the following step, which may belong to the next period.

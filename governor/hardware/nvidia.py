@@ -159,7 +159,7 @@ class NvidiaHardware:
             found += [one for one in self._clients if probe.exists(one, one)]
         found = [one for one in dict.fromkeys(found) if one != self._driver.client]
         self._searched = probe.client
-        # This bounds the calls of an ordinary search, however many clients exist.
+        # This bounds the calls in an ordinary search, however many clients exist.
         self._clients = found[:MAX_CLIENTS_KEPT]
         return found
 
@@ -209,7 +209,7 @@ class NvidiaHardware:
     def set_slice(self, held: ClientHolding, ns: int) -> None:
         """Set the time slice of each channel group that still exists.
 
-        If a process has closed or replaced its descriptor of the client's open file, the old slice
+        If a process has closed or replaced its descriptor for the client's open file, the old slice
         stays.
         """
         us = max(MIN_SLICE_US, ns // SLICE_UNIT)
@@ -229,7 +229,7 @@ class NvidiaHardware:
             return
 
     def tokens(self, held: Sequence[ClientHolding]) -> list[Any]:
-        """Return the channels in the form that `revive` takes."""
+        """Return the channels in the form that `revive` accepts."""
         return [list(pair) for one in held for pair in one.channels]
 
     def name(self, held: ClientHolding) -> list[Any]:

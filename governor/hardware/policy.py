@@ -15,8 +15,8 @@ class latency that used less than their guarantee in the last second. They get l
 other containers get short ones, so that the first rank waits for only a fraction of a millisecond.
 
 A container is *continuous* if its turns seldom end for lack of work. Several continuous containers
-would waste time in switching between short slices, so they take turns: only one of them is on at a
-time. If a container has the turn and does nothing, it *rests*: it is on, but takes no turns until
+would waste time switching between short slices, so they take turns: only one of them is on at a
+time. If a container has the turn but does nothing, it *rests*: it is on, but takes no turns until
 it works again. The context switches that a container in the first rank causes also count against
 its guarantee, so that many short pieces of work do not use up the guarantees of others. While the
 first rank is empty, all containers are on, with long slices in the ratio of their guarantees. While
@@ -30,7 +30,7 @@ passes the windows (gangs.py). The other containers share the rest of the period
 A cap holds within each period: a container that has used its part is off until the next period. A
 shortfall is a *credit* for later periods, and an excess is a debt. When channels are switched, the
 GPU restarts its round at an arbitrary group. So no container is switched off before all have had
-their turns of the period, nor while the slices alone keep all containers within their caps; extra
+their turns in the period, nor while the slices alone keep all containers within their caps; extra
 turns are a debt. The cap of a container of class latency holds within a second instead, so that it
 may use all of its time at once. After that it is in the second rank, with at most twice its part
 in each period, until its use has fallen again.
@@ -61,8 +61,8 @@ from governor.hardware.tenant import (
 NEVER = 1 << 63
 
 FINE = 10 * MS
-"""Longest interval to the next step while a container of class latency works. The time of its use
-is known only to within the length of a step."""
+"""Longest interval to the next step while a container of class latency is working. The time of its
+use is known only to within the length of a step."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
 """Rounds per period, by the number of busy channel groups, while the first rank is empty; one round
 if there are more groups. A turn costs about 0.2 ms (H200). With a whole number of rounds, each
@@ -116,9 +116,9 @@ containers have until they are found, so that caps hold without switching. A few
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
-"""Thresholds of the time that a container is owed, in wall time at its guaranteed rate. A container
-enters the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it
-took while others were owed, it owes at most MOST."""
+"""Thresholds for the time that a container is owed, in wall time at its guaranteed rate. A
+container enters the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time
+that it took while others were owed, it owes at most MOST."""
 LACKS = 0.8
 """Fraction of a container's guarantee for the last second. In a *circle* (the slices alone keep its
 containers to their caps), the time that a container is owed varies by a turn or two, and is
@@ -277,7 +277,7 @@ class Policy:
                 had = max(had, min(passed, passed - (together - ns) - costs))
             tenant.owed = min(max(tenant.owed + passed - had / share.guarantee, least), MOST)
             if tenant.is_spent:
-                tenant.owed = min(tenant.owed, 0.0)  # it had all the time that its cap allows
+                tenant.owed = min(tenant.owed, 0.0)  # it has had all the time that its cap allows
             if ns > 0:
                 tenant.used_at, tenant.rests = now, False
             if tenant.on:

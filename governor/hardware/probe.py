@@ -28,7 +28,7 @@ from governor.hardware.driver import DriverCallError
 from governor.hardware.steering import Hardware
 
 VERSION = 1
-"""Version of this test; results of other versions are ignored."""
+"""Version of this test; results from other versions are ignored."""
 NAME = "steering.json"
 """File with the results, in the state directory."""
 WITHIN_S = 25.0
@@ -38,7 +38,7 @@ POLL_S = 0.1
 CLOSE_S = 2.0
 """Longest wait for the end of a killed process, which a driver that hangs may delay, in seconds."""
 ANSWER_S = 5.0
-"""Longest wait for work of some tens of milliseconds, in seconds."""
+"""Longest wait for some tens of milliseconds of work, in seconds."""
 WORK_MS = 40
 OFF_S = 0.1
 """Time for which a process with WORK_MS of work is switched off, in seconds: more than twice the
@@ -69,7 +69,7 @@ class NotProbedError(Exception):
 
 
 class Work(NamedTuple):
-    """Work that has ended: how long it took, and its end by the monotonic clock, in ns."""
+    """Work that has ended: how long it took, and its end on the monotonic clock, in ns."""
 
     ns: int
     end: int
@@ -171,7 +171,7 @@ class Worker:
         answer = self.answer(ANSWER_S)
         if answer is None:
             raise WithoutEffectError(
-                f"work of a few milliseconds did not end within {ANSWER_S:g} s"
+                f"a few milliseconds of work did not end within {ANSWER_S:g} s"
             )
         return Work(int(answer["ns"]), int(answer["end"]))
 
@@ -183,11 +183,11 @@ def probe(
     computing: Callable[[], Collection[int]],
     ending: Callable[[], bool],
 ) -> None:
-    """Test the calls on a GPU that no other process uses, with the libcuda at `library`.
+    """Test the calls on a GPU that no other process is using, with the libcuda at `library`.
 
     `computing` returns the pids of the processes that compute on the GPU, and `ending` whether the
     governor is shutting down. Raise WithoutEffectError if a call has no effect, NotProbedError if
-    the test cannot be run or has to stop, and the errors of `hardware` and `computing`.
+    the test cannot be run or has to stop, and the errors from `hardware` and `computing`.
     """
     until = time.monotonic() + WITHIN_S
     own: set[int] = set()
@@ -195,7 +195,7 @@ def probe(
     def require_alone() -> None:
         # While other processes work, the test's work takes longer, as if it were interrupted.
         if not own >= set(computing()):
-            raise NotProbedError("other processes use it")
+            raise NotProbedError("other processes are using it")
 
     require_alone()
     with (

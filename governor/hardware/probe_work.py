@@ -1,4 +1,4 @@
-"""Program of the probe's worker processes, which keep a GPU busy for given lengths of time.
+"""Program for the probe's worker processes, which keep a GPU busy for given lengths of time.
 
 It is started with the path of a libcuda and the UUID of a GPU, and writes a line of JSON when it is
 ready. For each line with a number of milliseconds that it reads, it runs a kernel that takes that
@@ -51,7 +51,7 @@ N_WARM = 8
 
 
 class WorkFailedError(Exception):
-    """A call of the driver failed; the message is one line."""
+    """A call to the driver failed; the message is one line."""
 
 
 class GpuContext:

@@ -29,7 +29,7 @@ RETRY_S = 0.1
 
 
 class OutdatedServiceError(OSError):
-    """The service has another version; it exits when the governor that it serves ends."""
+    """The service is a different version; it exits when the governor that it serves ends."""
 
 
 class RemoteHeld(NamedTuple):

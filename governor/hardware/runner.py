@@ -38,8 +38,8 @@ from vdriver.nvml import DeviceUse, Nvml
 log = structlog.get_logger("tidegate")
 
 HIDDEN_NS = 500_000_000
-"""Largest GPU time, in nanoseconds, that a process may use through channels that are not found.
-Above it, the GPU is no longer steered, and grants limit the process."""
+"""Largest GPU time, in nanoseconds, that a process may use through channels that have not been
+found. Above it, the GPU is no longer steered, and grants limit the process."""
 
 AGAIN_S, MAX_AGAIN_S = 60.0, 3600.0
 """First and longest pause after steering has failed, in seconds. The pause doubles each time."""
@@ -53,7 +53,7 @@ class WatchdogProtocol(Protocol):
     """A watchdog: it is told which channels are off, and switches them on if the governor dies."""
 
     def tell(self, off: Sequence[Any], /) -> None:
-        """Announce what is about to be switched off; raise OSError if nothing listens."""
+        """Announce what is about to be switched off; raise OSError if nothing is listening."""
 
     def close(self) -> None:
         """Switch on everything that is off, then stop."""
@@ -424,7 +424,7 @@ class HardwareRunner(Runner):
         self._say_returned(steering.returned)
         if steering.hidden_ns > HIDDEN_NS:
             raise UnsteerableError(
-                "a process uses the GPU through an open file that cannot be found"
+                "a process is using the GPU through an open file that cannot be found"
             )
         self._say_lost(hardware.n_lost)
         while True:

@@ -294,7 +294,7 @@ def _open_nvidia(uuid: str) -> Steerable:
 
 
 def _opener(stack: contextlib.ExitStack, library: str | None) -> Open:
-    """Return the function that opens a GPU: a real one, or one of the simulated NVML `library`."""
+    """Return the function that opens a GPU: a real one, or one in the simulated NVML `library`."""
     if library is None:
         return _open_nvidia
     from simgpu.steering import SimulatedHardware

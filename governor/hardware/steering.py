@@ -118,8 +118,8 @@ class Steering(Generic[H]):
         self._samples, self._activity = samples, Activity(clock())
         self._board, self._gpu = board or Board(), gpu
         self._gangs: dict[int, int] = {}  # by container, for those with several GPUs
-        self._on_since: dict[int, int] = {}  # of a gang: when it was switched on
-        self._spans: dict[int, tuple[int, int]] = {}  # of a gang: when it was last on
+        self._on_since: dict[int, int] = {}  # for a gang: when it was switched on
+        self._spans: dict[int, tuple[int, int]] = {}  # for a gang: when it was last on
         self._held: dict[int, list[H]] = {}
         self._tenants: dict[int, int] = {}  # by pid
         self._settings: dict[int, Setting] = {}

@@ -27,7 +27,7 @@ BURST = 0.5
 recent period has to take turns."""
 UNFOUND = 10
 """Number of periods for which a container may work without incurring a debt until its channels are
-found. A governor that starts has to find the containers of its predecessor; without this, a
+found. A new governor has to find the containers of its predecessor; without this, a
 container with a cap of 5 % would be off for 2 s for each such period."""
 UNSEARCHED = 50
 """The same number before the first search for its channels has ended. The channels of many
@@ -140,7 +140,7 @@ class Tenant:
         self.first = share.latency
         self.spent = 0.0  # GPU time in this period
         self.cost = 0.0  # time of the context switches that it caused in this period
-        self.carried = 0.0  # debt of earlier periods to its cap; a credit if negative
+        self.carried = 0.0  # debt from earlier periods to its cap; a credit if negative
         self.turn = 0.0  # length of one turn
         self.is_in_circle = False  # slices alone keep it to its cap
         self.groups = 1  # channel groups with work; each has its own turns
@@ -161,13 +161,13 @@ class Tenant:
         self.is_continuous = (
             False  # its turns seldom end for lack of work; False while nothing is known
         )
-        self.rests = False  # it had the turn, and did nothing
+        self.rests = False  # it had the turn, but did nothing
         self.on, self.slice = True, DEFAULT_SLICE
         # A container is found in the middle of a period, and can be steered only from then on. So
         # an excess over its cap in that period is not a debt. What it used before it was found is
         # not a debt either, for at most UNFOUND or, before a search, UNSEARCHED periods.
         self.is_found = self.is_searched = False
-        self.n_unfound = 0  # periods in which it worked and could not be switched off
+        self.n_unfound = 0  # periods in which it worked but could not be switched off
         self.fresh = True
 
     @property

@@ -146,7 +146,7 @@ class Residency:
     def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
         """Record that processes are switched on or off at `at_ns`.
 
-        Trace records of earlier times may still arrive.
+        Trace records from earlier times may still arrive.
         """
         self._changes.append((at_ns, frozenset(pids), on))
 

@@ -4,7 +4,7 @@ A container that is off does nothing until it is switched on, and a governor tha
 do that. So the governor starts this process and writes to a pipe what it is about to switch off:
 each time, one line of JSON with everything that is off. When the pipe is closed, or silent for
 SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
-retried every AGAIN_S: without limit while the governor lives, and N_TRIES times otherwise.
+retried every AGAIN_S: without limit while the governor is alive, and N_TRIES times otherwise.
 """
 
 from __future__ import annotations

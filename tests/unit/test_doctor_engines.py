@@ -479,7 +479,7 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
         )
     ]
     host.json(path, hook_file(stages=["createRuntime", "poststop"]))
-    right = ["ok: Buildah knows the stages of all hooks that it reads"]
+    right = ["ok: Buildah supports the stages of all hooks that it reads"]
     assert host.check("hooks.stages") == right
     other = f"{VENDOR}/other.json"
     host.json(other, hook_file(hook={"path": "/usr/bin/other"}, stages=["precreate"]))

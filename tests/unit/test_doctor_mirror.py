@@ -199,7 +199,7 @@ def test_a_configuration_that_is_not_in_force_is_a_warning(tmp_path: Path) -> No
         assert host.check("governor.in-force") == ["ok: the defaults are in force"]
         config["files"] = ["/etc/tidegate/config.yaml"]
         assert host.check("governor.in-force") == [
-            "ok: the governor has the configuration of its files: /etc/tidegate/config.yaml"
+            "ok: the governor is using the configuration in its files: /etc/tidegate/config.yaml"
         ]
         config["changes"] = [
             {"option": "placement", "effect": "next"},
@@ -207,15 +207,15 @@ def test_a_configuration_that_is_not_in_force_is_a_warning(tmp_path: Path) -> No
             {"option": "on_violation", "effect": "now"},
         ]
         assert host.check("governor.in-force") == [
-            "warning: the governor does not use the values of placement, on_violation in its files -> tidegate reload",
-            "warning: the governor does not use the values of spin_us in its files -> systemctl restart tidegate-governor",
+            "warning: the governor is not using the values of placement, on_violation in its files -> tidegate reload",
+            "warning: the governor is not using the values of spin_us in its files -> systemctl restart tidegate-governor",
         ]
         config.update(
             changes=[], since=1e9, error={"message": "f: x is not an option", "hint": "look"}
         )
         [found] = host.check("governor.in-force")
         assert found == (
-            "warning: f: x is not an option: the governor continues with the configuration of 2001-09-09T01:46:40Z,"
+            "warning: f: x is not an option: the governor continues with the configuration from 2001-09-09T01:46:40Z,"
             " and a restart would fail -> correct it (look), then tidegate reload"
         )
         config["refused"] = {"message": "f: x is not an option", "hint": "look", "at": 1e9 + 60}
@@ -293,7 +293,7 @@ def test_a_database_that_was_recently_moved_away_is_a_warning(
     host.put("var/lib/tidegate/state.db.damaged-1-wal")
     [found] = host.check("governor.database")
     assert found.startswith(
-        "warning: /var/lib/tidegate/state.db.damaged-1: the governor found its database damaged, 0 hours ago"
+        "warning: /var/lib/tidegate/state.db.damaged-1: 0 hours ago the governor found that its database was damaged"
     )
     later = time.time() + 8 * 86400
     monkeypatch.setattr(time, "time", lambda: later)

@@ -184,7 +184,7 @@ def test_gpus_are_opened_on_each_branch(branch, nodes):
 def test_an_older_branch_is_refused_before_anything_is_opened():
     with pytest.raises(
         DriverCallError,
-        match="from branch 470, but Tidegate knows its calls only from branch 515 onwards",
+        match="from branch 470, but Tidegate supports calls only from branch 515 onwards",
     ):
         DriverClient(470, path="/nowhere")
 

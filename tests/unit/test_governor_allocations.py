@@ -301,16 +301,17 @@ def test_a_claim_is_refused_on_a_gpu_with_another_strategy() -> None:
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     with pytest.raises(
         RefusedError,
-        match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, but that GPU is shared by",
+        match="claim default/d asks for 2048 MiB and 30 % of GPU 0 with strategy mps, but that GPU uses",
     ):
         allocations.claims.admit(claim("d", 1, 0, strategy="mps"))
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     both = [devices[i].uuid for i in (1, 0)]
     assert [one.index for one in allocations.claims.devices(claim("c", 0, 1), both[:1])] == [1]
-    with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
+    with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 uses strategy mps"):
         allocations.claims.devices(claim("c", 0, 1), both)
     with pytest.raises(
-        RefusedError, match="has 2 GPUs shared by mps, but a client of MPS can have only one"
+        RefusedError,
+        match="has 2 GPUs that use strategy mps, but a client of MPS can have only one",
     ):
         check_claim(
             Claim(

@@ -274,7 +274,7 @@ def test_an_unused_claim_may_change_its_content() -> None:
         ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, but only 40 % is left"),
         ([{**share(), "device": "GPU-none"}], "claim default/train asks for 4096 MiB and 70 % of GPU-none, which this node does not have"),
         ([share(memory=MIB)], "memory is 1Mi, but a process's context alone takes"),
-        ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, but that GPU is shared by timeslice"),
+        ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 with strategy mps, but that GPU uses timeslice"),
         ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "must have the same quota on each of its GPUs"),
     ],
 )  # fmt: skip

@@ -135,7 +135,7 @@ def test_the_hosts_own_programs_and_libraries_are_used(tmp_path: Path) -> None:
 
 
 def test_an_error_names_the_driver_that_lacks_the_programs() -> None:
-    with pytest.raises(GovernorError, match=f"550.163.01 of this node has no {PROGRAM}"):
+    with pytest.raises(GovernorError, match=f"550.163.01 on this node has no {PROGRAM}"):
         find_tools(manifest(Path("/")))
 
 

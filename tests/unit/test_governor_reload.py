@@ -110,8 +110,8 @@ def test_a_reload_reports_when_each_change_takes_effect(
     if Path("/run/systemd/system").is_dir():
         restart = f"systemctl {restart}"
     assert in_force(node) == [
-        "warning: the governor does not use the values of hold_launches, on_governor_loss, defaults.memory in its files -> tidegate reload",
-        f"warning: the governor does not use the values of quantum_ms, spin_us in its files -> {restart}",
+        "warning: the governor is not using the values of hold_launches, on_governor_loss, defaults.memory in its files -> tidegate reload",
+        f"warning: the governor is not using the values of quantum_ms, spin_us in its files -> {restart}",
     ]
 
     spin = Config().spin_us
@@ -151,7 +151,9 @@ def test_a_reload_reports_when_each_change_takes_effect(
         "defaults.memory: 1Gi -> none: applies to containers and processes that start from now on",
     ]
     assert tidegate(node, "reload")[1] == [f"read: {node.file}", "nothing has changed"]
-    assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
+    assert in_force(node) == [
+        f"ok: the governor is using the configuration in its files: {node.file}"
+    ]
 
 
 def test_check_lists_the_files_and_conforms_to_the_schema(node: GovernorNode) -> None:
@@ -275,7 +277,9 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
         "reload by SIGHUP",
     )
     assert node.ask("config")["refused"] is None
-    assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
+    assert in_force(node) == [
+        f"ok: the governor is using the configuration in its files: {node.file}"
+    ]
 
 
 def test_a_governor_does_not_start_with_a_bad_file(node: GovernorNode) -> None:

@@ -134,13 +134,13 @@ def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) 
 def test_beside_another_process_nothing_is_concluded(gpu: SimpleNamespace, n_before: int) -> None:
     """The other process starts before the test or during it; beside it, all work takes longer."""
     others = [set()] * n_before + [{1}] * 9
-    with pytest.raises(NotProbedError, match=r"^other processes use it$"):
+    with pytest.raises(NotProbedError, match=r"^other processes are using it$"):
         run_probe(gpu, others=others)
 
 
 def test_a_missing_effect_beside_another_process_proves_nothing(gpu: SimpleNamespace) -> None:
     hardware = Broken(gpu.hardware, "switch", None)
-    with pytest.raises(NotProbedError, match=r"^other processes use it$"):
+    with pytest.raises(NotProbedError, match=r"^other processes are using it$"):
         run_probe(gpu, hardware, others=[set(), {1}])
 
 
@@ -272,7 +272,7 @@ class Openings:
         *_: object,
     ) -> None:
         if computing():
-            raise NotProbedError("other processes use it")
+            raise NotProbedError("other processes are using it")
         self.probed += 1
         if self.result:
             raise self.result
@@ -329,7 +329,7 @@ def test_a_gpu_that_cannot_be_tested_is_steered_only_if_the_configuration_says_s
         untested = f"the test of whether it can be steered was not completed: {reason}"
         return "steered" if scheduling == "hardware" else untested
 
-    assert node.try_open(scheduling, BUSY) == expect("other processes use it")
+    assert node.try_open(scheduling, BUSY) == expect("other processes are using it")
     node.result = NotProbedError(
         "a worker process of the test cannot use the GPU: cuInit answers 2"
     )

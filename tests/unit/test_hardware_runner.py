@@ -596,7 +596,8 @@ def test_a_gpu_on_which_calls_have_no_effect_is_not_tried_again(opening):
 
 
 @pytest.mark.parametrize(
-    "reason", [NotProbedError("other processes use it"), OSError("no rights"), KeyError("a bug")]
+    "reason",
+    [NotProbedError("other processes are using it"), OSError("no rights"), KeyError("a bug")],
 )
 def test_a_gpu_that_cannot_be_tested_or_opened_is_tried_again(opening, reason):
     runner, opening = opening

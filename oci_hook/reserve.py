@@ -62,9 +62,9 @@ class Settings(NamedTuple):
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
     """Return the requests in the container's environment, as annotations.
 
-    The image can set these variables, and so can the user who starts the container. They are
-    therefore a last resort for engines without annotations, and count only if the node's settings
-    allow it.
+    These variables may come from the image, and not only from the command that starts the
+    container. They are therefore a last resort for engines without annotations, and count only if
+    the node's settings allow it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None

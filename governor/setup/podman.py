@@ -297,8 +297,8 @@ def _lacking(said: str, wanted: Iterable[str]) -> str | None:
     if not lacking:
         return None
     return (
-        f"Podman would read hooks from {', '.join(found or ())} but not from {', '.join(lacking)},"
-        " because another containers.conf takes precedence"
+        f"Podman would read hooks from {', '.join(found or ()) or 'no directory'} but not from"
+        f" {', '.join(lacking)}, because another containers.conf takes precedence"
     )
 
 

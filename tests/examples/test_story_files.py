@@ -310,6 +310,11 @@ SAID = [
     ({"nvidia.com/gpumem": 1}, {"hami.io/gpu-scheduler-policy": "binpack"}, "placement: pack"),
     (
         {"nvidia.com/gpumem": 1},
+        {"nvidia.com/numa-bind": "true"},
+        "nvidia.com/numa-bind: true belongs to the node's configuration: placement: topology",
+    ),
+    (
+        {"nvidia.com/gpumem": 1},
         {"nvidia.com/use-gpuuuid": "GPU-a,GPU-b"},
         "names 2 GPUs to choose from, which has no equivalent",
     ),
@@ -336,10 +341,7 @@ def test_variables_of_the_library_are_removed_and_others_stay():
     assert after["spec"]["containers"][0]["env"] == [{"name": "MODEL", "value": "large"}]
     assert after["metadata"]["annotations"][PREFIX + "compute-limit"] == "100"
     assert any("CUDA_DISABLE_CONTROL has no equivalent" in line for line in said)
-    assert (
-        "Pod p: CUDA_OVERSUBSCRIBE has no equivalent: set memory.overbook in the node's configuration instead"
-        in said
-    )
+    assert "Pod p: CUDA_OVERSUBSCRIBE belongs to the node's configuration: memory.overbook" in said
 
 
 def test_pod_templates_are_converted_and_other_documents_are_unchanged():
